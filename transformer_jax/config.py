@@ -1,0 +1,390 @@
+"""What a run is: frozen dataclasses of plain values, checked when they are made.
+
+Every component of the architecture is one field whose value names the choice, with ``"none"`` among the
+values, so that an ablation is a config. A config has a JSON form (`to_dict`, `from_dict`) that is strict in
+both directions: unknown fields and wrong types are errors, never ignored.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal, get_args, get_origin
+
+from transformer_jax.errors import ConfigError
+
+Architecture = Literal["decoder"]
+Positions = Literal["sinusoidal", "learned", "rotary", "alibi", "none"]
+Norm = Literal["layer", "rms", "none"]
+NormPosition = Literal["pre", "post"]
+Attention = Literal["full", "none"]
+FeedForwardKind = Literal["relu", "gelu", "relu2", "swiglu", "none"]
+Residual = Literal["add", "none"]
+Init = Literal["fan_in", "xavier", "gpt2", "zero_output"]
+ComputeDtype = Literal["float32", "bfloat16"]
+Corpus = Literal["plays", "tiny_shakespeare", "file"]
+Optimizer = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "wsd", "noam", "constant"]
+
+
+def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
+    """The message for a name that does not exist, with the closest one that does, or all of them."""
+    valid = list(valid)
+    close = difflib.get_close_matches(str(name), valid, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it is one of {', '.join(valid)}"
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def _check_types(config: Any, section: str) -> None:
+    """Holds each field to its annotation, so that a 2.0 or a "2" fails here and not far away."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        choices = get_args(hint) if get_origin(hint) is Literal else None
+        if choices is not None:
+            if value not in choices:
+                raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
+        elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
+            object.__setattr__(config, name, float(value))
+        elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
+            raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
+
+
+def _allows(hint: Any, kind: type) -> bool:
+    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+    return kind in [get_origin(option) or option for option in options]
+
+
+def _describe(hint: Any) -> str:
+    if hint == tuple[str, ...]:
+        return "a tuple of strings"
+    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return " or ".join(names[option] for option in options)
+
+
+def _check_positive(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{section}.{name} must be a positive number, got {value}")
+
+
+def _check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {value}")
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. The defaults are a small modern decoder: about 0.8 million parameters.
+
+    Attributes:
+      architecture: The family of the model.
+      vocab_size: Symbols of the vocabulary (V); None is filled in from the data.
+      context: Longest window the model sees (T), in characters.
+      d_model: Width of the residual stream (D).
+      num_heads: Query heads (H); d_model must be divisible by it.
+      num_kv_heads: Key and value heads (G), a divisor of num_heads; None means num_heads. 1 is multi-query.
+      num_layers: Blocks in the stack.
+      d_ff: Hidden width of the feed-forward (F); None means 4 * d_model.
+      positions: How order enters the model.
+      rotary_base: Longest wavelength of rotary positions is about 2 pi times this.
+      norm: Which normalisation the sub-layers use.
+      norm_position: "pre" is x + f(norm(x)), "post" is norm(x + f(x)).
+      norm_eps: Added to the variance.
+      norm_affine: Norms carry a gain, and with use_bias also a bias.
+      final_norm: Pre-norm stacks end with one more norm (no effect on post-norm stacks, which end with one).
+      attention: "none" leaves the attention sub-layer out.
+      qk_norm: Normalise queries and keys over head_dim before their product.
+      window: Each position sees this many newest positions, itself included; None means all.
+      feed_forward: Activation of the feed-forward; "none" leaves the sub-layer out.
+      residual: "none" removes the skip connections.
+      use_bias: Biases in linear maps and layer norms (the head has its own field).
+      head_bias: Bias of the output head.
+      tie_embeddings: The head reuses the token embedding.
+      scale_embeddings: Multiply embeddings by sqrt(d_model), as in Vaswani et al. 2017, section 3.4.
+      init: How weights start; see `transformer_jax.nn.layers.INITS`.
+      dropout: Rate on embeddings and on each sub-layer's output.
+      attention_dropout: Rate on attention weights.
+      compute_dtype: Type of matrix products; parameters, norms, softmax and loss stay float32.
+      unroll: How many layers are compiled as straight code; never changes the parameters.
+      remat: Recompute each layer in the backward pass instead of storing its activations.
+    """
+
+    architecture: Architecture = "decoder"
+    vocab_size: int | None = None
+    context: int = 64
+    d_model: int = 128
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    num_layers: int = 4
+    d_ff: int | None = None
+    positions: Positions = "rotary"
+    rotary_base: float = 10_000.0
+    norm: Norm = "rms"
+    norm_position: NormPosition = "pre"
+    norm_eps: float = 1e-6
+    norm_affine: bool = True
+    final_norm: bool = True
+    attention: Attention = "full"
+    qk_norm: bool = True
+    window: int | None = None
+    feed_forward: FeedForwardKind = "relu2"
+    residual: Residual = "add"
+    use_bias: bool = False
+    head_bias: bool = False
+    tie_embeddings: bool = False
+    scale_embeddings: bool = False
+    init: Init = "zero_output"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    compute_dtype: ComputeDtype = "float32"
+    unroll: int = 1
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self, "model")
+        sizes = ("vocab_size", "context", "d_model", "num_heads", "num_kv_heads", "num_layers", "d_ff", "window")
+        _check_positive(self, "model", (*sizes, "unroll", "norm_eps", "rotary_base"))
+        _check_rates(self, "model", ("dropout", "attention_dropout"))
+        if self.d_model % self.num_heads:
+            raise ConfigError(
+                f"model.num_heads {self.num_heads} does not divide model.d_model {self.d_model}; "
+                f"choose a divisor, for example {_nearest_divisor(self.d_model, self.num_heads)}"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.num_kv_heads {self.num_kv_heads} does not divide model.num_heads {self.num_heads}; "
+                f"choose a divisor, for example {_nearest_divisor(self.num_heads, self.num_kv_heads)}"
+            )
+        if self.positions == "rotary" and self.attention != "none" and self.head_dim % 2:
+            raise ConfigError(
+                f"rotary positions need an even head_dim, and d_model {self.d_model} / num_heads {self.num_heads} "
+                f"is {self.head_dim}; change either, or choose other model.positions"
+            )
+        if self.attention == "none" and self.feed_forward == "none":
+            raise ConfigError("model.attention and model.feed_forward are both 'none': the layers would be empty")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head (K)."""
+        return self.d_model // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from.
+
+    Attributes:
+      corpus: "plays" is in the `data` extra and works offline, "tiny_shakespeare" is the benchmark text
+        through TFDS, "file" is the user's own.
+      path: For "file": one or more text files, read in this order.
+      encoding: For "file": how the bytes are decoded.
+    """
+
+    corpus: Corpus = "plays"
+    path: tuple[str, ...] = ()
+    encoding: str = "utf-8"
+
+    def __post_init__(self) -> None:
+        _check_types(self, "data")
+        if self.corpus == "file" and not self.path:
+            raise ConfigError("data.corpus 'file' needs at least one file: --data.path TEXT.txt")
+        if self.corpus != "file" and self.path:
+            raise ConfigError(
+                f"data.path is read only by data.corpus 'file', and the corpus is {self.corpus!r}: "
+                "add --data.corpus file"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser and its schedule.
+
+    Attributes:
+      optimizer: "adamw", or "muon" for the layers' matrices with AdamW for everything else.
+      learning_rate: Peak rate of AdamW.
+      muon_learning_rate: Peak rate of Muon.
+      schedule: Shape of the rate after the warmup: "cosine", "wsd" (stable, then linear decay), "noam"
+        (inverse square root, Vaswani et al. 2017, section 5.3) or "constant".
+      warmup_steps: The rate rises linearly from peak / warmup_steps at update 1 to the peak at this update.
+      decay_steps: Update at which the decay ends; None becomes `train.steps` when a run is created.
+      final_fraction: Rate at the end of the decay, as a fraction of the peak ("cosine", "wsd").
+      decay_fraction: Share of decay_steps that "wsd" spends decaying.
+      b1, b2, eps: AdamW's moments and the term in its denominator.
+      muon_beta: Muon's momentum.
+      weight_decay: Decoupled decay, times the rate. Matrices and embeddings only; under "muon" only the
+        matrices that Muon updates. Never norms or biases.
+      clip_norm: Largest global gradient norm, measured on the averaged gradient; None is off.
+    """
+
+    optimizer: Optimizer = "muon"
+    learning_rate: float = 3e-3
+    muon_learning_rate: float = 0.02
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 100
+    decay_steps: int | None = None
+    final_fraction: float = 0.1
+    decay_fraction: float = 0.2
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    muon_beta: float = 0.95
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _check_types(self, "optim")
+        _check_positive(self, "optim", ("learning_rate", "muon_learning_rate", "decay_steps", "clip_norm", "eps"))
+        _check_rates(self, "optim", ("b1", "b2", "muon_beta"))
+        for name in ("warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optim.{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("final_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"optim.{name} must be between 0 and 1, got {getattr(self, name)}")
+        if self.schedule == "noam" and self.warmup_steps == 0:
+            raise ConfigError("optim.schedule 'noam' needs optim.warmup_steps of at least 1, got 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+      steps: Updates of the whole run.
+      batch_size: Windows per update (B), over all devices and accumulation steps.
+      accumulate: Pieces a batch is cut into; their gradients are added, weighted by real tokens.
+      log_every, eval_every, save_every: Updates between log lines, evaluations and checkpoints.
+      eval_chars: Characters of the validation text used while training; the end uses all of it.
+      keep: Newest checkpoints kept, besides the best.
+      seed: Of parameters, data order and dropout. 0 is a seed like any other.
+      label_smoothing: Weight of the uniform distribution in the targets.
+      z_loss: Weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022, section 5).
+      average_decay: Decay of an exponential average of the weights, used for evaluation and sampling; None is off.
+      sample_chars: Characters of text written at the end of the run; 0 writes none.
+    """
+
+    steps: int = 2_000
+    batch_size: int = 12
+    accumulate: int = 1
+    log_every: int = 10
+    eval_every: int = 250
+    eval_chars: int = 16_384
+    save_every: int = 500
+    keep: int = 2
+    seed: int = 0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    average_decay: float | None = None
+    sample_chars: int = 500
+
+    def __post_init__(self) -> None:
+        _check_types(self, "train")
+        counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_chars", "save_every", "keep")
+        _check_positive(self, "train", counts)
+        _check_rates(self, "train", ("label_smoothing", "average_decay"))
+        for name, top in (("seed", 2**32 - 1), ("sample_chars", 10**6)):
+            if not 0 <= getattr(self, name) <= top:
+                raise ConfigError(f"train.{name} must be between 0 and {top}, got {getattr(self, name)}")
+        if not 0 <= self.z_loss < float("inf"):
+            raise ConfigError(f"train.z_loss must be at least 0, got {self.z_loss}")
+        if self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"train.accumulate {self.accumulate} does not divide train.batch_size {self.batch_size}; "
+                f"choose a divisor, for example {_nearest_divisor(self.batch_size, self.accumulate)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run. The defaults are the recipe of `python train.py`.
+
+    Attributes:
+      model: The architecture.
+      data: The text.
+      optim: The optimiser.
+      train: The loop.
+    """
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self) -> None:
+        for name, kind in _SECTIONS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        end = self.optim.decay_steps or self.train.steps
+        if self.optim.warmup_steps > end:
+            raise ConfigError(
+                f"optim.warmup_steps {self.optim.warmup_steps} is longer than the schedule's {end} steps; "
+                f"lower --optim.warmup-steps or raise --train.steps"
+            )
+
+
+_SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+
+
+def resolve(config: Config, vocab_size: int) -> Config:
+    """Fills in what is known only when a run is created, so that it never changes afterwards."""
+    if config.model.vocab_size not in (None, vocab_size):
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size} and the text has {vocab_size} symbols; leave the field out"
+        )
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        optim=dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or config.train.steps),
+    )
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The JSON form of a config: nested dicts of plain values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Any) -> Config:
+    """Reads what `to_dict` made.
+
+    Raises:
+      ConfigError: For anything that is not exactly a config, naming the field.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"a config must be a JSON object, got {type(values).__name__}")
+    sections = {}
+    for name, section in values.items():
+        kind = _SECTIONS.get(name)
+        if kind is None:
+            raise ConfigError(unknown("config section", name, _SECTIONS))
+        if not isinstance(section, dict):
+            raise ConfigError(f"config section {name!r} must be a JSON object, got {type(section).__name__}")
+        known = field_names(kind)
+        for field in section:
+            if field not in known:
+                raise ConfigError(unknown(f"field of {name}", field, known))
+        sections[name] = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in section.items()})
+    return Config(**sections)
+
+
+def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two configs differ, by dotted name, with both values."""
+    a, b = to_dict(first), to_dict(second)
+    return {
+        f"{section}.{field}": (a[section][field], b[section][field])
+        for section in _SECTIONS
+        for field in a[section]
+        if a[section][field] != b[section][field]
+    }
+
+
+def field_names(kind: type) -> list[str]:
+    """The names of a dataclass's fields, in order."""
+    return [field.name for field in dataclasses.fields(kind)]
