@@ -1,0 +1,232 @@
+"""Norms, feed-forward, embeddings and how weights start."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.errors import ConfigError
+from transformer_jax.nn.axes import constrain
+
+
+def _over_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """Shapes a [D] vector so that it broadcasts over [..., D] without rank promotion."""
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps), over the last axis and in float32 (Ba et al. 2016, section 3).
+
+    The variance is the mean of squared differences: E[x^2] - E[x]^2 loses all digits on a large mean.
+
+    Attributes:
+      eps: Added to the variance.
+      use_scale: A learned gain [D], starting at 1.
+      use_bias: A learned bias [D], starting at 0.
+    """
+
+    eps: float = 1e-5
+    use_scale: bool = True
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> [..., D], in the dtype of x."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.use_scale:
+            y = y * _over_last(self.param("scale", nn.initializers.ones, x.shape[-1:]), y)
+        if self.use_bias:
+            y = y + _over_last(self.param("bias", nn.initializers.zeros, x.shape[-1:]), y)
+        return y.astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), over the last axis and in float32 (Zhang & Sennrich 2019, section 4).
+
+    Attributes:
+      eps: Added to the mean of squares.
+      use_scale: A learned gain [D], starting at 1.
+    """
+
+    eps: float = 1e-6
+    use_scale: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> [..., D], in the dtype of x."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.use_scale:
+            y = y * _over_last(self.param("scale", nn.initializers.ones, x.shape[-1:]), y)
+        return y.astype(x.dtype)
+
+
+def _relu2(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": _gelu,
+    "relu2": _relu2,
+    "swiglu": jax.nn.silu,
+}
+"""relu: Vaswani et al. 2017; gelu: Hendrycks & Gimpel 2016; relu2: So et al. 2021; swiglu: Shazeer 2020."""
+
+NORMS = ("layer", "rms", "none")
+
+
+def make_norm(kind: str, *, eps: float, affine: bool, use_bias: bool, name: str | None = None) -> Callable:
+    """A norm by its name; "none" gives the identity, so that call sites need no branch.
+
+    Raises:
+      ConfigError: For an unknown kind.
+    """
+    if kind == "layer":
+        return LayerNorm(eps=eps, use_scale=affine, use_bias=affine and use_bias, name=name)
+    if kind == "rms":
+        return RMSNorm(eps=eps, use_scale=affine, name=name)
+    if kind == "none":
+        return lambda x: x
+    raise ConfigError(f"unknown norm {kind!r}; it is one of {', '.join(NORMS)}")
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with an activation between them, at each position alone (Vaswani et al. 2017, section 3.3).
+
+    Attributes:
+      d_ff: Hidden width (F).
+      activation: A name of `ACTIVATIONS`; "swiglu" has a third map that gates the hidden layer.
+      use_bias: Biases of the linear maps.
+      dtype: Type of the matrix products.
+      kernel_init: Of the maps into the hidden layer.
+      output_init: Of the map out of it.
+    """
+
+    d_ff: int
+    activation: str = "relu"
+    use_bias: bool = True
+    dtype: Any = jnp.float32
+    kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
+    output_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D].
+
+        Raises:
+          ConfigError: For an unknown activation.
+        """
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"unknown feed-forward {self.activation!r}; it is one of {', '.join(ACTIVATIONS)}")
+
+        def linear(name: str, features: int, init: nn.initializers.Initializer) -> nn.Dense:
+            return nn.Dense(features, use_bias=self.use_bias, dtype=self.dtype, kernel_init=init, name=name)
+
+        hidden = ACTIVATIONS[self.activation](linear("up", self.d_ff, self.kernel_init)(x))
+        if self.activation == "swiglu":
+            hidden = hidden * linear("gate", self.d_ff, self.kernel_init)(x)
+        hidden = constrain(hidden, "batch", "length", "d_ff")
+        return linear("down", x.shape[-1], self.output_init)(hidden)
+
+
+class Embedding(nn.Module):
+    """A table of vectors, one for each id.
+
+    Attributes:
+      num_embeddings: Rows of the table (V).
+      features: Width (D).
+      embedding_init: How the table starts.
+    """
+
+    num_embeddings: int
+    features: int
+    embedding_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+
+    def setup(self) -> None:
+        """Declares the table."""
+        self.embedding = self.param("embedding", self.embedding_init, (self.num_embeddings, self.features))
+
+    def __call__(self, ids: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        """int [...] -> [..., D]. Ids out of range, which a traced call cannot refuse, read the nearest row."""
+        return jnp.take(self.embedding.astype(dtype), ids, axis=0, mode="clip")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """The tied head: [..., D] -> float32 [..., V]."""
+        return jnp.einsum("...D,VD->...V", x, self.embedding.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+class Head(nn.Module):
+    """The map from the residual stream to logits.
+
+    Attributes:
+      vocab_size: Symbols (V).
+      use_bias: A bias [V].
+      kernel_init: Of the map.
+    """
+
+    vocab_size: int
+    use_bias: bool = False
+    kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> float32 [B, T, V]: the product adds up in float32 and is not rounded afterwards."""
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.vocab_size))
+        logits = jnp.einsum("BTD,DV->BTV", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        if self.use_bias:
+            logits = logits + _over_last(self.param("bias", nn.initializers.zeros, (self.vocab_size,)), logits)
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Inits:
+    """How the four kinds of weights start.
+
+    Attributes:
+      kernel: Maps that read the residual stream.
+      output: Maps that write to it.
+      embedding: Tables.
+      head: The output head.
+    """
+
+    kernel: nn.initializers.Initializer
+    output: nn.initializers.Initializer
+    embedding: nn.initializers.Initializer
+    head: nn.initializers.Initializer
+
+
+_FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+INITS: dict[str, Callable[[int], Inits]] = {
+    # LeCun et al. 1998, section 4.6: outputs of unit variance from inputs of unit variance.
+    "fan_in": lambda num_layers: Inits(_FAN_IN, _FAN_IN, nn.initializers.normal(1.0), _FAN_IN),
+    # Glorot & Bengio 2010, as in the Transformer's reference code.
+    "xavier": lambda num_layers: Inits(
+        nn.initializers.xavier_uniform(),
+        nn.initializers.xavier_uniform(),
+        nn.initializers.variance_scaling(1.0, "fan_out", "normal"),
+        nn.initializers.xavier_uniform(),
+    ),
+    # Radford et al. 2019, section 2.3: residual projections shrink with depth; two of them in each layer.
+    "gpt2": lambda num_layers: Inits(
+        nn.initializers.normal(0.02),
+        nn.initializers.normal(0.02 / (2 * num_layers) ** 0.5),
+        nn.initializers.normal(0.02),
+        nn.initializers.normal(0.02),
+    ),
+    # Each layer starts as the identity and the first prediction is uniform (Zhang et al. 2019, section 3).
+    "zero_output": lambda num_layers: Inits(
+        _FAN_IN, nn.initializers.zeros, nn.initializers.normal(1.0), nn.initializers.zeros
+    ),
+}
+"""Initialisations by name, given the number of layers."""
