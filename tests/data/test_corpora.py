@@ -189,7 +189,7 @@ class TestPlays:
 
     def test_layout(self, plays):
         assert plays.text.startswith("THESEUS:\nNow, fair Hippolyta, our nuptial hour\nDraws on apace;")
-        assert plays.text.endswith("\nLet our drums strike.\n")
+        assert plays.text.endswith("\nOne feast, one house, one mutual happiness.\n")
         for left_over in ("  ", " \n", "\n\n\n", "\n\n \n"):
             assert left_over not in plays.text
         speeches = plays.text.removesuffix("\n").split("\n\n")
@@ -200,10 +200,7 @@ class TestPlays:
             assert lines
 
     def test_known_speeches(self, plays):
-        assert (
-            "\n\nROMEO:\nHe jests at scars that never felt a wound.\nBut, soft! what light through yonder window breaks?\nIt is the east,"
-            in plays.text
-        )
+        assert "\n\nROMEO:\nHe jests at scars that never felt a wound.\nBut, soft! what light through" in plays.text
         assert "\n\nHAMLET:\nTo be, or not to be: that is the question:\n" in plays.text
         # A direction stands between the two lines.
         assert (

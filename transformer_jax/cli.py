@@ -1,0 +1,297 @@
+"""The command line: `transformer-jax train | sample | evaluate`."""
+
+import dataclasses
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from transformer_jax.config import Config, ConfigError, field_names, from_dict, unknown
+from transformer_jax.data.batches import SPLITS
+from transformer_jax.errors import CheckpointError, TransformerJaxError
+
+_USAGE_STATUS = 2
+
+
+@dataclasses.dataclass
+class _Where:
+    """Train a model.
+
+    Attributes:
+      config: A Python file that sets CONFIG, or the config.json of a run; other flags change single fields of it.
+      out: Folder of the run; a new one under runs/ where it is left out.
+      resume: Go on from the newest good checkpoint of --out.
+      overwrite: Replace the run in --out.
+    """
+
+    config: Path | None = None
+    out: Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclasses.dataclass
+class _Train(_Where):
+    __doc__ = _Where.__doc__
+
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+
+
+@dataclasses.dataclass
+class _Sample:
+    """Write text with a trained model.
+
+    Attributes:
+      run: Folder of a run, or of its checkpoints.
+      prompt: Text to go on from; a line end where it is left out.
+      tokens: Characters to write.
+      temperature: Divides the logits; 0 always takes the most likely character.
+      top_k: Draw from this many most likely characters.
+      top_p: Draw from the fewest characters with this much probability.
+      seed: Of the random draws; the same seed gives the same text.
+      num_samples: Texts to write.
+      step: Checkpoint: best (lowest validation loss), last, or a number.
+      out: Also write the texts to this file, as UTF-8.
+    """
+
+    run: tyro.conf.Positional[Path]
+    prompt: str | None = None
+    tokens: int = 500
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    num_samples: int = 1
+    step: str = "best"
+    out: Path | None = None
+
+
+@dataclasses.dataclass
+class _Evaluate:
+    """Evaluate a trained model on a whole part of its text.
+
+    Attributes:
+      run: Folder of a run, or of its checkpoints.
+      split: train (first 90 %), validation (last 10 %), or its halves tune and test.
+      step: Checkpoint: best (lowest validation loss), last, or a number.
+      batch_size: Windows at once; changes the speed only.
+      json: Print one JSON object.
+    """
+
+    run: tyro.conf.Positional[Path]
+    split: str = "validation"
+    step: str = "best"
+    batch_size: int = 64
+    json: bool = False
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 0, 2 for an error, 128 + the signal for an interrupted run."""
+    args = list(sys.argv[1:] if args is None else args)
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "sample": _sample, "evaluate": _evaluate}
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        if not args or args[0] in ("-h", "--help"):
+            print(_help(commands))
+            return 0 if args else _USAGE_STATUS
+        if args[0] == "--version":
+            from transformer_jax import __version__
+
+            print(__version__)
+            return 0
+        if args[0] not in commands:
+            raise ConfigError(unknown("command", args[0], commands))
+        return commands[args[0]](args[1:])
+    except TransformerJaxError as error:
+        if debug:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return _USAGE_STATUS
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _help(commands: dict[str, Any]) -> str:
+    lines = [f"  {name:<10}{_first_line(kind)}" for name, kind in zip(commands, (_Where, _Sample, _Evaluate), strict=True)]
+    return "\n".join(
+        ["usage: transformer-jax COMMAND [options]", "", *lines, "", "COMMAND --help lists the options of each."]
+    )
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").splitlines()[0]
+
+
+def _train(args: list[str]) -> int:
+    started = time.monotonic()
+    where, _ = tyro.cli(_Where, args=[a for a in args if a not in ("-h", "--help")], return_unknown_args=True, prog=_prog("train"))
+    if where.resume and where.out is None:
+        raise ConfigError("--resume needs --out RUN: the folder of the run to go on with")
+    if where.resume and where.overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
+    default = Config() if where.config is None else load_config(where.config)
+    if where.resume and where.config is None:
+        default = stored_config(where.out)
+    options = tyro.cli(_Train, args=args, default=_Train(settings=default), prog=_prog("train"))
+    out = options.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.settings.data.corpus}"
+    if not options.resume:
+        _refuse_existing(out, options.overwrite)
+
+    # Imported only now: a mistyped option is found before the second that this takes.
+    from transformer_jax import compile_cache
+    from transformer_jax.training import loop
+
+    counts = compile_cache.enable()
+    try:
+        loop.train(options.settings, out, resume=options.resume, overwrite=options.overwrite)
+    except loop.Interrupted as interrupted:
+        print(f"\n{interrupted}: saved; go on with: transformer-jax train --out {out} --resume", flush=True)
+        return 128 + interrupted.signum
+    cache = ", ".join(f"{counts[name]} {name}" for name in ("hits", "misses")) if counts else "off"
+    print(f"took       {time.monotonic() - started:.1f} s in all; compile cache: {cache}")
+    return 0
+
+
+def _sample(args: list[str]) -> int:
+    options = tyro.cli(_Sample, args=args, prog=_prog("sample"))
+    from transformer_jax import compile_cache
+    from transformer_jax.data.corpora import normalise_line_ends
+    from transformer_jax.generation import generate
+    from transformer_jax.nn import create_model
+    from transformer_jax.training.loop import default_prompt
+    from transformer_jax.training.runs import load_run
+
+    compile_cache.enable()
+    run = load_run(options.run, options.step, _note)
+    prompt = default_prompt(run.vocab) if options.prompt is None else normalise_line_ends(options.prompt)
+    if options.prompt is None:
+        _note(f"no --prompt: going on from {prompt!r}")
+    ids = run.vocab.encode(prompt) if prompt else []
+    context = run.config.model.context
+    if len(ids) > context:
+        _note(f"the prompt has {len(ids)} characters and the model's context is {context}: it reads the last {context}")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    def show(piece: Any) -> None:
+        print(run.vocab.decode(piece[0]), end="", flush=True)
+
+    alone = options.num_samples == 1
+    if alone:
+        print(prompt, end="", flush=True)
+    made = generate(
+        create_model(run.config.model),
+        run.params,
+        [ids],
+        options.tokens,
+        context=context,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        num_samples=options.num_samples,
+        stream=show if alone else None,
+    )
+    texts = [prompt + run.vocab.decode(row) for row in made]
+    print() if alone else print("\n\n".join(f"--- sample {i + 1}\n{text}" for i, text in enumerate(texts)))
+    if options.out is not None:
+        options.out.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    return 0
+
+
+def _evaluate(args: list[str]) -> int:
+    options = tyro.cli(_Evaluate, args=args, prog=_prog("evaluate"))
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {options.batch_size}")
+    if options.split not in SPLITS:
+        raise ConfigError(unknown("split", options.split, SPLITS))
+    from transformer_jax import compile_cache
+    from transformer_jax.training.evaluate import evaluate_run
+    from transformer_jax.training.runs import load_run
+
+    compile_cache.enable()
+    figures = evaluate_run(load_run(options.run, options.step, _note), options.split, options.batch_size)
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        print(
+            "{split} ({targets:,} characters), step {step}: {loss:.4f} nats per character, {bits:.4f} bits".format(
+                **figures
+            )
+        )
+    return 0
+
+
+def load_config(path: Path) -> Config:
+    """Reads a config: a Python file that sets CONFIG, or the config.json of a run.
+
+    Raises:
+      ConfigError: Naming the file and what is wrong with it.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}; it is a Python file that sets CONFIG, or a run's config.json")
+    try:
+        if path.suffix == ".json":
+            return from_dict(json.loads(path.read_text(encoding="utf-8")))
+        found = runpy.run_path(str(path)).get("CONFIG")
+    except TypeError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Config):
+        raise ConfigError(f"{path} must set CONFIG = Config(...), and sets {type(found).__name__}")
+    return found
+
+
+def stored_config(out: Path) -> Config:
+    """The config of the newest checkpoint of a run that says what it is.
+
+    Raises:
+      CheckpointError: If there is none.
+    """
+    from transformer_jax.training.runs import RunFolder
+
+    checkpoints = RunFolder(out).checkpoints
+    for step in reversed(checkpoints.steps()):
+        try:
+            return checkpoints.metadata(step).config
+        except TransformerJaxError as error:
+            _note(str(error))
+    raise CheckpointError(f"no checkpoint in {out}: there is no run to resume; leave out --resume to start one")
+
+
+def _refuse_existing(out: Path, overwrite: bool) -> None:
+    """Found before the text is read; `runs.create` checks again."""
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise ConfigError(f"{out} exists already; add --resume to go on, --overwrite to replace, or another --out")
+
+
+def _explain(error: TypeError) -> str:
+    """A wrong field name in a config file, with the nearest right one."""
+    words = str(error).split("'")
+    kind = next((k for k in (Config, *(f.type for f in dataclasses.fields(Config))) if words[0].startswith(k.__name__)), None)
+    if kind is None or "unexpected keyword" not in words[0]:
+        return str(error)
+    return unknown(f"field of {kind.__name__}", words[1], field_names(kind))
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _prog(command: str) -> str:
+    return f"{os.path.basename(sys.argv[0])} {command}" if sys.argv[0].endswith("transformer-jax") else "train.py"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Text from a model: one compiled loop over a cache, whatever the length."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
+from transformer_jax.nn import KVCache, Transformer
+
+_CHUNK = 32
+"""Most tokens made by one call of the compiled loop: how often a stream gets something to show."""
+
+_GREEDY_BELOW = 1e-6
+"""Temperatures below this are arg max: dividing by them says the same with less precision."""
+
+
+@flax.struct.dataclass
+class Filters:
+    """How a symbol is drawn; traced, so that other values compile nothing.
+
+    Attributes:
+      temperature: float32 scalar; 0 is arg max.
+      top_k: int32 scalar, most symbols to draw from.
+      top_p: float32 scalar, share of the probability to draw from.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+
+
+@flax.struct.dataclass
+class _Loop:
+    """What goes around the loop.
+
+    Attributes:
+      cache: Of the tokens in each row's window, but for the newest.
+      window: int32 [B, S], those tokens.
+      newest: int32 [B], each row's newest token, not in the cache yet.
+      made: int32, tokens made so far.
+      out: int32 [B, chunk], the tokens of this call.
+      finite: bool, whether all logits so far were finite.
+    """
+
+    cache: KVCache
+    window: jax.Array
+    newest: jax.Array
+    made: jax.Array
+    out: jax.Array
+    finite: jax.Array
+
+
+def draw(keys: jax.Array, logits: jax.Array, filters: Filters) -> jax.Array:
+    """Draws one symbol for each row.
+
+    The top k symbols are kept, then the fewest of these whose probabilities, at this temperature, add up to top_p
+    (Holtzman et al. 2020, section 3.1). The most likely symbol is always kept; of equals the lower id comes first.
+
+    Args:
+      keys: [B] random keys.
+      logits: float32 [B, V].
+      filters: How.
+
+    Returns:
+      int32 [B].
+    """
+    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    ranked = (ranked - ranked[:, :1]) / jnp.maximum(filters.temperature, _GREEDY_BELOW)
+    rank = jnp.arange(logits.shape[-1])[None, :]
+    ranked = jnp.where(rank < filters.top_k, ranked, -jnp.inf)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    ranked = jnp.where((before < filters.top_p) | (rank == 0), ranked, -jnp.inf)
+    drawn = jax.vmap(jax.random.categorical)(keys, ranked)
+    place = jnp.where(filters.temperature < _GREEDY_BELOW, 0, drawn)
+    return jnp.take_along_axis(order, place[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def generate(
+    model: Transformer,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    context: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_samples: int = 1,
+    stream: Callable[[np.ndarray], None] | None = None,
+) -> np.ndarray:
+    """Continues prompts.
+
+    A row's window holds its newest tokens: the last `context` of its prompt at first. When it is full, the row goes
+    on from its last context / 2 tokens. That is decided for each row alone, and each row has its own random keys, so
+    that a row does not depend on those beside it.
+
+    Args:
+      model: From `create_model`.
+      params: Its parameters.
+      prompts: Rows of ids, each with at least one.
+      num_tokens: New tokens for each row.
+      context: Most tokens in a window.
+      temperature: Divides the logits; 0 is arg max.
+      top_k: Draw from the k most likely symbols; None, or any number above V, from all.
+      top_p: Draw from the fewest symbols with this much probability, in (0, 1].
+      seed: Of the random draws.
+      num_samples: Samples for each prompt.
+      stream: Called with each new piece, int32 [rows, n], as soon as it is there.
+
+    Returns:
+      int32 [len(prompts) * num_samples, num_tokens]; the samples of a prompt follow each other.
+
+    Raises:
+      ConfigError: For settings out of range.
+      DataError: For an empty prompt or unknown ids.
+      TransformerJaxError: If the model gives logits that are not finite.
+    """
+    _check(prompts, num_tokens, context, temperature, top_k, top_p, num_samples, model.vocab_size)
+    filters = Filters(
+        jnp.float32(temperature), jnp.int32(min(top_k or model.vocab_size, model.vocab_size)), jnp.float32(top_p)
+    )
+    key = jax.random.key(seed)
+    samples = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_samples))
+    keys = jnp.tile(samples, len(prompts))
+    ids, valid = _padded([prompt for prompt in prompts for _ in range(num_samples)], context)
+    loop = _prefill(model, params, ids, valid)
+    pieces = []
+    for piece, finite in _pieces(model, params, keys, filters, loop, num_tokens):
+        if not finite:
+            raise TransformerJaxError(
+                "the model's logits are not finite: the parameters are damaged or the training diverged; "
+                "choose an earlier checkpoint with --step"
+            )
+        pieces.append(piece)
+        if stream is not None:
+            stream(piece)
+    return np.concatenate(pieces, axis=1)
+
+
+def _pieces(
+    model: Transformer, params: Any, keys: jax.Array, filters: Filters, loop: _Loop, num_tokens: int
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """Runs the loop a chunk at a time."""
+    for first in range(0, num_tokens, _CHUNK):
+        count = min(_CHUNK, num_tokens - first)
+        loop = _advance(model, params, keys, filters, loop, jnp.int32(first + count))
+        out, finite = jax.device_get((loop.out, loop.finite))
+        yield out[:, :count], bool(finite)
+
+
+@partial(jax.jit, static_argnums=0)
+def _prefill(model: Transformer, params: Any, ids: jax.Array, valid: jax.Array) -> _Loop:
+    """Fills the cache with all tokens of the prompts but the last of each.
+
+    Args:
+      model: From `create_model`.
+      params: Its parameters.
+      ids: int32 [B, S], prompts on the left.
+      valid: bool [B, S], at least one in each row.
+    """
+    batch, capacity = ids.shape
+    length = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    newest = jnp.take_along_axis(ids, length[:, None] - 1, axis=1)[:, 0]
+    valid = jnp.arange(capacity)[None, :] < length[:, None] - 1
+    _, cache = model.apply({"params": params}, ids, valid=valid, cache=model.init_cache(batch, capacity))
+    out = jnp.zeros((batch, _CHUNK), jnp.int32)
+    return _Loop(cache, ids, newest, jnp.int32(0), out, jnp.bool_(True))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnames="loop")
+def _advance(
+    model: Transformer, params: Any, keys: jax.Array, filters: Filters, loop: _Loop, until: jax.Array
+) -> _Loop:
+    """Makes tokens until there are `until`, at most a chunk of them."""
+    first = loop.made
+
+    def step(loop: _Loop) -> _Loop:
+        loop = jax.lax.cond(jnp.any(loop.cache.length >= loop.cache.capacity), slide, lambda x: x, loop)
+        rows = jnp.arange(loop.newest.shape[0])
+        window = loop.window.at[rows, loop.cache.length].set(loop.newest)
+        logits, cache = model.apply({"params": params}, loop.newest[:, None], cache=loop.cache)
+        logits = logits[:, 0]
+        token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.made)
+        newest = draw(token_keys, logits, filters)
+        finite = loop.finite & jnp.all(jnp.isfinite(logits))
+        return _Loop(cache, window, newest, loop.made + 1, loop.out.at[:, loop.made - first].set(newest), finite)
+
+    def slide(loop: _Loop) -> _Loop:
+        """Full rows start anew from their last half window, of which `newest` is one; the others stay as they are."""
+        batch, capacity = loop.window.shape
+        full = loop.cache.length >= capacity
+        half = max(capacity // 2, 1) - 1
+        window = jnp.roll(loop.window, half, axis=1)  # the last `half` tokens come first
+        if half:
+            empty = model.init_cache(batch, capacity)
+            _, fresh = model.apply({"params": params}, window[:, :half], cache=empty)
+        else:
+            fresh = loop.cache.replace(length=jnp.zeros_like(loop.cache.length))
+
+        def choose(new: jax.Array, old: jax.Array, axis: int) -> jax.Array:
+            return jnp.where(full.reshape([-1 if i == axis else 1 for i in range(new.ndim)]), new, old)
+
+        cache = KVCache(
+            choose(fresh.keys, loop.cache.keys, 1),
+            choose(fresh.values, loop.cache.values, 1),
+            choose(fresh.length, loop.cache.length, 0),
+        )
+        return loop.replace(cache=cache, window=choose(window, loop.window, 0))
+
+    return jax.lax.while_loop(lambda loop: loop.made < until, step, loop)
+
+
+def _padded(prompts: Sequence[Sequence[int]], context: int) -> tuple[jax.Array, jax.Array]:
+    """The last `context` ids of each prompt, on the left of [B, context]: all prompts share one program."""
+    ids = np.zeros((len(prompts), context), np.int32)
+    valid = np.zeros((len(prompts), context), bool)
+    for row, prompt in enumerate(prompts):
+        kept = np.asarray(prompt)[-context:]
+        ids[row, : len(kept)], valid[row, : len(kept)] = kept, True
+    return jnp.asarray(ids), jnp.asarray(valid)
+
+
+def _check(
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    num_samples: int,
+    vocab_size: int,
+) -> None:
+    for name, value in (("num_tokens", num_tokens), ("context", context), ("num_samples", num_samples)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be at least 0 (0 is arg max), got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, got {top_k}; leave it out to draw from all symbols")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if not prompts:
+        raise DataError("there is no prompt")
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise DataError(f"prompt {number} is empty: a model needs at least one symbol to go on from")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise DataError(f"prompt {number} has ids from {min(prompt)} to {max(prompt)}, not all in [0, {vocab_size})")

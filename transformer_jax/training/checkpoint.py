@@ -1,0 +1,213 @@
+"""Checkpoints: the state by Orbax, and beside it all that is needed to use it, as one unit.
+
+A checkpoint is the folder `checkpoints/STEP`. Orbax writes it under another name and renames it when it is whole, so
+a save that is cut off leaves a folder that no reader takes for a checkpoint.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from transformer_jax.config import Config, from_dict, to_dict
+from transformer_jax.data.vocab import Vocab
+from transformer_jax.errors import CheckpointError, TransformerJaxError
+
+FORMAT = 1
+"""Of the metadata. A reader refuses any other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """What a checkpoint says beside its arrays.
+
+    Attributes:
+      step: Updates made.
+      examples: Training windows seen: the place in the data.
+      seconds: Time spent training.
+      val_loss: Nats per character on the fixed part of the validation text; None where it was not evaluated.
+      config: Resolved.
+      vocab: Of the text.
+      corpus: Name and SHA-256 of the text.
+    """
+
+    step: int
+    examples: int
+    seconds: float
+    val_loss: float | None
+    config: Config
+    vocab: Vocab
+    corpus: Mapping[str, str]
+
+
+class Checkpoints:
+    """The checkpoints of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, oldest first. Empty, foreign and half-written folders do not count."""
+        if not self.folder.is_dir():
+            return []
+        whole = (p for p in self.folder.iterdir() if p.name.isdecimal() and (p / "metadata").is_dir())
+        return sorted(int(p.name) for p in whole if str(int(p.name)) == p.name)
+
+    def save(self, state: Any, metadata: Metadata) -> None:
+        """Writes one checkpoint and returns when it is on disk. One that is there for this step is kept as it is.
+
+        Raises:
+          CheckpointError: If it cannot be written; those before it are untouched.
+        """
+        if metadata.step in self.steps():
+            return
+        self._set_aside(metadata.step)
+        values = {
+            "format": FORMAT,
+            **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(Metadata)},
+            "config": to_dict(metadata.config),
+            "vocab": metadata.vocab.to_dict(),
+            "corpus": dict(metadata.corpus),
+        }
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), metadata=ocp.args.JsonSave(values))
+        try:
+            self._orbax.save(self.folder / str(metadata.step), args=items)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {metadata.step} could not be written to {self.folder}: {_first_line(error)}; "
+                f"the run can be resumed from step {max(self.steps(), default=0)}"
+            ) from error
+
+    def metadata(self, step: int) -> Metadata:
+        """Reads what a checkpoint says of itself.
+
+        Raises:
+          CheckpointError: If it is missing, damaged or of another format.
+        """
+        if step not in self.steps():
+            raise CheckpointError(f"no checkpoint {step} in {self.folder}; there are {self._listed()}")
+        try:
+            values = json.loads((self.folder / str(step) / "metadata" / "metadata").read_text(encoding="utf-8"))
+            if values.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"checkpoint {step} in {self.folder} has format {values.get('format')!r}, and this version reads "
+                    f"{FORMAT}; use the version that wrote it"
+                )
+            return Metadata(
+                step=int(values["step"]),
+                examples=int(values["examples"]),
+                seconds=float(values["seconds"]),
+                val_loss=None if values["val_loss"] is None else float(values["val_loss"]),
+                config=from_dict(values["config"]),
+                vocab=Vocab.from_dict(values["vocab"]),
+                corpus=dict(values["corpus"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_first_line(error)}") from error
+
+    def restore(self, step: int, like: Any) -> Any:
+        """Reads a state.
+
+        Args:
+          step: Of the checkpoint.
+          like: A tree of ShapeDtypeStructs with shardings. It may leave out parts of the state.
+
+        Raises:
+          CheckpointError: If it is damaged or does not fit.
+        """
+        restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+        args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
+        try:
+            return self._orbax.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
+        except Exception as error:
+            # Orbax and TensorStore raise anything on a damaged file, with pages of text.
+            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_first_line(error)}") from error
+
+    def newest(self, like: Any) -> tuple[Metadata, Any, list[str]]:
+        """The newest checkpoint that can be read.
+
+        Args:
+          like: A function from Metadata to what `restore` takes.
+
+        Returns:
+          Its metadata, its state, and a line for each newer one that had to be skipped.
+
+        Raises:
+          CheckpointError: If there is none.
+        """
+        skipped = []
+        for step in reversed(self.steps()):
+            try:
+                metadata = self.metadata(step)
+                return metadata, self.restore(step, like(metadata)), skipped
+            except TransformerJaxError as error:
+                skipped.append(str(error))
+        raise CheckpointError(f"no usable checkpoint in {self.folder}" + "".join(f"; {line}" for line in skipped))
+
+    def best(self) -> int | None:
+        """The step with the lowest validation loss, or None where none was evaluated."""
+        return best_step(self._losses())
+
+    def prune(self, keep: int) -> None:
+        """Deletes all but the newest `keep` and the best."""
+        for step in self.steps():
+            if step not in kept_steps(self._losses(), keep):
+                shutil.rmtree(self.folder / str(step))
+
+    def discard_after(self, step: int) -> list[int]:
+        """Moves checkpoints newer than a step out of the way, so that a resumed run can write them again."""
+        newer = [s for s in self.steps() if s > step]
+        for s in newer:
+            self._set_aside(s)
+        return newer
+
+    def _set_aside(self, step: int) -> None:
+        """Nothing is deleted that may be of use: what stands in the way is renamed."""
+        path = self.folder / str(step)
+        if path.exists():
+            number = next(n for n in range(10**6) if not (self.folder / f"{step}.aside-{n}").exists())
+            path.rename(self.folder / f"{step}.aside-{number}")
+
+    def _losses(self) -> dict[int, float | None]:
+        losses = {}
+        for step in self.steps():
+            try:
+                losses[step] = self.metadata(step).val_loss
+            except TransformerJaxError:
+                losses[step] = None
+        return losses
+
+    def _listed(self) -> str:
+        return ", ".join(map(str, self.steps())) or "none"
+
+
+def best_step(losses: Mapping[int, float | None]) -> int | None:
+    """The step with the lowest finite loss; the earliest of equals. What is not a number is never best."""
+    finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return min(finite, key=lambda step: (finite[step], step), default=None)
+
+
+def kept_steps(losses: Mapping[int, float | None], keep: int) -> set[int]:
+    """The newest `keep` steps and the best one."""
+    kept = set(sorted(losses)[-keep:])
+    best = best_step(losses)
+    return kept if best is None else kept | {best}
+
+
+def like(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Describes a tree of arrays for `Checkpoints.restore`, all with one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -1,0 +1,107 @@
+"""What a run tells: a live line or plain lines on the terminal, and JSON records in its folder."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+_QUIET_SECONDS = 5.0
+"""Plain lines come no closer than this, so that a log stays readable."""
+
+
+class MetricLog:
+    """The records of a run, one JSON object a line.
+
+    Args:
+      path: Of the file.
+      after: Records of later steps are cut off: a resumed run writes them again.
+    """
+
+    def __init__(self, path: Path, after: int) -> None:
+        kept = [line for line in _lines(path) if _step(line) <= after]
+        part = path.with_suffix(".part")
+        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        part.replace(path)
+        self._path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds one record; it is in the file when this returns."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a run; a line that was cut off is left out."""
+    return [json.loads(line) for line in _lines(path) if _step(line) < float("inf")]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _step(line: str) -> float:
+    """The step of a record; infinity for what is no record."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class Terminal:
+    """Lines of text for people, and a line of progress: live where the output is a terminal, else plain."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        if hasattr(sys.stdout, "reconfigure"):
+            # Text that the terminal's encoding lacks is escaped: a run must not die of its own sample.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._said = 0.0
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the live line where there is one."""
+        self._console.print(text, markup=False)
+
+    @contextmanager
+    def progress(self, total: int, done: int) -> Iterator[None]:
+        """Shows the steps of the block that follows."""
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        if not self._console.is_terminal:
+            yield
+            return
+        with Progress(*columns, console=self._console) as self._progress:
+            self._progress.add_task("train", total=total, completed=done, figures="")
+            try:
+                yield
+            finally:
+                self._progress = None
+
+    def step(self, record: dict[str, Any], total: int) -> None:
+        """Shows the figures of a step."""
+        figures = (
+            f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} chars/s"
+        )
+        evaluated = f"  val {record['val_loss']:.4f}" if "val_loss" in record else ""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=record["step"], figures=figures)
+        now = time.monotonic()
+        if evaluated or (self._progress is None and (now - self._said > _QUIET_SECONDS or record["step"] == total)):
+            left = (total - record["step"]) * record["seconds_per_step"]
+            self.say(f"step {record['step']:>6}/{total}  {figures}{evaluated}  {_clock(left)} left")
+            self._said = now
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

@@ -1,0 +1,164 @@
+"""A run is a folder: what is in it, how it begins, and how it is opened again."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from transformer_jax.config import Config, to_dict
+from transformer_jax.data.vocab import Vocab
+from transformer_jax.errors import CheckpointError, ConfigError
+from transformer_jax.training.checkpoint import Checkpoints, Metadata, like
+from transformer_jax.training.step import TrainState, init_state
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run.
+
+    Attributes:
+      path: Of the folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config as JSON, for people and for `--config`; the checkpoints hold their own."""
+        return self.path / "config.json"
+
+    @property
+    def vocab(self) -> Path:
+        """The vocabulary as JSON, for people; the checkpoints hold their own."""
+        return self.path / "vocab.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record for each logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of a finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def samples(self) -> Path:
+        """The text written at the end of the run."""
+        return self.path / "samples.txt"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints, also where `path` is the folder of checkpoints itself."""
+        inside = self.path / "checkpoints"
+        return Checkpoints(inside if inside.is_dir() or self.path.name != "checkpoints" else self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trained model.
+
+    Attributes:
+      config: Resolved.
+      vocab: Of its text.
+      params: Its parameters, float32: the average of the weights where the run kept one.
+      step: Updates they had.
+      corpus: Name and SHA-256 of the text.
+    """
+
+    config: Config
+    vocab: Vocab
+    params: Any
+    step: int
+    corpus: Mapping[str, str]
+
+
+def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunFolder:
+    """Makes the folder of a new run.
+
+    Raises:
+      ConfigError: If there is one already and it may not be overwritten, or it cannot be written.
+    """
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if not path.is_dir():
+                raise ConfigError(f"{path} is a file; choose another --out")
+            if not overwrite:
+                raise ConfigError(f"{path} exists already; add --resume to go on, --overwrite to replace, or another --out")
+            if not is_run(path):
+                raise ConfigError(f"{path} is no run, and is left as it is; choose another --out")
+            shutil.rmtree(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run = RunFolder(path)
+        write_json(run.config, to_dict(config))
+        write_json(run.vocab, vocab.to_dict())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; choose another --out") from error
+    return run
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+
+
+def abstract_state(config: Config) -> TrainState:
+    """Shapes and types of a run's state."""
+    return jax.eval_shape(partial(init_state, config))
+
+
+def open_newest(run: RunFolder, sharding: jax.sharding.Sharding) -> tuple[Metadata, TrainState, list[str]]:
+    """The newest checkpoint that can be read, for going on; see `Checkpoints.newest`."""
+    return run.checkpoints.newest(lambda metadata: like(abstract_state(metadata.config), sharding))
+
+
+def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Callable[[str], None] = print) -> Run:
+    """Loads a model for use; a folder with checkpoints alone is enough.
+
+    Args:
+      path: Of the run.
+      step: "best" (lowest validation loss), "last", or a number.
+      report: Told of checkpoints that had to be skipped.
+
+    Raises:
+      CheckpointError: If there is no such run or step, or it is damaged.
+    """
+    folder = RunFolder(Path(path))
+    if not folder.path.is_dir():
+        raise CheckpointError(f"no run at {path}: {'it is a file' if folder.path.exists() else 'it does not exist'}")
+    checkpoints = folder.checkpoints
+    if not checkpoints.steps():
+        raise CheckpointError(f"no checkpoint in {path}: it holds no run, or the run wrote nothing yet")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def part(metadata: Metadata) -> dict[str, Any]:
+        state = abstract_state(metadata.config)
+        name = "params" if state.average is None else "average"
+        return {name: like(getattr(state, name), sharding)}
+
+    if step == "best":
+        step = checkpoints.best() or "last"
+    if step == "last":
+        metadata, state, skipped = checkpoints.newest(part)
+        for line in skipped:
+            report(f"skipped: {line}")
+    else:
+        if not isinstance(step, int) and not str(step).isdecimal():
+            raise CheckpointError(f"unknown step {step!r}; it is best, last or a number")
+        metadata = checkpoints.metadata(int(step))
+        state = checkpoints.restore(int(step), part(metadata))
+    (params,) = state.values()
+    return Run(metadata.config, metadata.vocab, params, metadata.step, metadata.corpus)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Writes a JSON file as a whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,126 @@
+"""One update and one evaluation, as pure functions."""
+
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from transformer_jax.config import Config
+from transformer_jax.nn import create_model
+from transformer_jax.training.losses import cross_entropy, mean
+from transformer_jax.training.optim import learning_rate, make_optimizer
+
+Metrics = dict[str, jax.Array]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that training changes.
+
+    Attributes:
+      step: int32, updates made so far.
+      params: The parameters, float32.
+      opt_state: The optimiser's state.
+      average: An exponential average of the parameters, or None.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    average: Any
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters to evaluate and to sample with."""
+        return self.params if self.average is None else self.average
+
+
+def init_state(config: Config) -> TrainState:
+    """A state before the first update; depends on train.seed alone, and not on any mesh."""
+    model = create_model(config.model)
+    key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
+    params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=make_optimizer(config.optim).init(params),
+        # A copy: donated states must not hold one buffer twice.
+        average=None if config.train.average_decay is None else jax.tree.map(jnp.copy, params),
+    )
+
+
+def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
+    """One update.
+
+    The batch may be cut into `accumulate` pieces. Their losses and gradients are sums, divided once by the number of
+    targets that count: how a batch is cut never changes what it teaches.
+
+    Args:
+      config: Resolved.
+      state: Before the update.
+      batch: inputs, targets int32 [B, T], weights float32 [B, T].
+
+    Returns:
+      The state after the update, and float32 scalars: loss (nats per target, of this batch before the update),
+      grad_norm (before clipping), learning_rate (the one applied here).
+    """
+    model = create_model(config.model)
+    dropout_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.train.seed), 1), state.step)
+
+    def summed_loss(params: Any, piece: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = model.apply({"params": params}, piece["inputs"], deterministic=False, rngs={"dropout": key})
+        return cross_entropy(
+            logits,
+            piece["targets"],
+            piece["weights"],
+            label_smoothing=config.train.label_smoothing,
+            z_loss=config.train.z_loss,
+        )
+
+    gradient = jax.value_and_grad(summed_loss, has_aux=True)
+    pieces = config.train.accumulate
+    if pieces == 1:
+        (total, count), grads = gradient(state.params, batch, dropout_key)
+    else:
+
+        def add(sums: Any, piece: tuple) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, gradient(state.params, *piece)), None
+
+        # Piece i takes rows i, i + A, ...: rows that lie on one device stay there.
+        cut = jax.tree.map(lambda x: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1), batch)
+        zeros = jnp.zeros(()), jnp.zeros(())
+        start = zeros, jax.tree.map(jnp.zeros_like, state.params)
+        ((total, count), grads), _ = jax.lax.scan(add, start, (cut, jax.random.split(dropout_key, pieces)))
+
+    grads = jax.tree.map(lambda g: mean(g, count), grads)
+    updates, opt_state = make_optimizer(config.optim).update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    average = state.average
+    if average is not None:
+        average = optax.incremental_update(params, average, 1 - config.train.average_decay)
+    metrics = {
+        "loss": mean(total, count),
+        "grad_norm": optax.tree.norm(grads),
+        "learning_rate": learning_rate(config.optim, state.opt_state, state.step),
+    }
+    return TrainState(state.step + 1, params, opt_state, average), metrics
+
+
+def eval_step(config: Config, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Summed loss in nats and number of targets of one batch: dropout off, no smoothing."""
+    logits = create_model(config.model).apply({"params": params}, batch["inputs"])
+    return cross_entropy(logits, batch["targets"], batch["weights"])
+
+
+def all_finite(state: TrainState) -> jax.Array:
+    """Whether every number of a state is finite: what is not must never replace a good checkpoint."""
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]).all()
+
+
+def compile_train_step(config: Config, **jit_options: Any) -> Any:
+    """`train_step` under jit, with its state donated."""
+    return jax.jit(partial(train_step, config), donate_argnums=0, **jit_options)
