@@ -37,13 +37,6 @@ class _Where:
 
 
 @dataclasses.dataclass
-class _Train(_Where):
-    __doc__ = _Where.__doc__
-
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-
-
-@dataclasses.dataclass
 class _Sample:
     """Write text with a trained model.
 
@@ -140,10 +133,10 @@ def _train(args: list[str]) -> int:
     default = Config() if where.config is None else load_config(where.config)
     if where.resume and where.config is None:
         default = stored_config(where.out)
-    options = tyro.cli(_Train, args=args, default=_Train(settings=default), prog=_prog("train"))
-    out = options.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.settings.data.corpus}"
-    if not options.resume:
-        _refuse_existing(out, options.overwrite)
+    config = _parse_config(args, default)
+    out = where.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data.corpus}"
+    if not where.resume:
+        _refuse_existing(out, where.overwrite)
 
     # Imported only now: a mistyped option is found before the second that this takes.
     from transformer_jax import compile_cache
@@ -151,7 +144,7 @@ def _train(args: list[str]) -> int:
 
     counts = compile_cache.enable()
     try:
-        loop.train(options.settings, out, resume=options.resume, overwrite=options.overwrite)
+        loop.train(config, out, resume=where.resume, overwrite=where.overwrite)
     except loop.Interrupted as interrupted:
         print(f"\n{interrupted}: saved; go on with: transformer-jax train --out {out} --resume", flush=True)
         return 128 + interrupted.signum
@@ -228,6 +221,33 @@ def _evaluate(args: list[str]) -> int:
             )
         )
     return 0
+
+
+def _parse_config(args: list[str], default: Config) -> Config:
+    """Applies the flags of `train` to a config.
+
+    The parser fills dataclasses without checks, and the config is made of them afterwards: inside the parser each of
+    our one-line errors would become a box about something else.
+    """
+
+    def mirror(value: Any) -> Any:
+        """A value's own dataclass, without its checks."""
+        if not dataclasses.is_dataclass(value):
+            return value
+        values = {f.name: mirror(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = [
+            (f.name, type(values[f.name]) if dataclasses.is_dataclass(f.type) else f.type)
+            for f in dataclasses.fields(value)
+        ]
+        kind = dataclasses.make_dataclass(type(value).__name__, fields, namespace={"__doc__": type(value).__doc__})
+        return kind(**values)
+
+    plain = mirror(default)
+    settings = Annotated[type(plain), tyro.conf.arg(name="")]
+    options = dataclasses.make_dataclass("Train", [("settings", settings)], bases=(_Where,), kw_only=True)
+    options.__doc__ = _Where.__doc__
+    parsed = tyro.cli(options, args=args, default=options(settings=plain), prog=_prog("train")).settings
+    return from_dict(dataclasses.asdict(parsed))
 
 
 def load_config(path: Path) -> Config:

@@ -145,7 +145,7 @@ class ModelConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     compute_dtype: ComputeDtype = "float32"
-    unroll: int = 1
+    unroll: int = 4
     remat: bool = False
 
     def __post_init__(self) -> None:

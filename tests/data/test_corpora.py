@@ -177,7 +177,7 @@ def plays():
 class TestPlays:
     def test_pinned(self, plays):
         assert (plays.name, len(plays.text)) == ("plays", 4_784_666)
-        assert plays.sha256 == "2bdd0d6c82cf402f5c540b97cc30ff1a848bce5e37a5acdece512865f517d98a"
+        assert plays.sha256 == "166dd8be8a846f1240d815497071790912ac5d53deb239edb615d6f72eba7974"
         assert hashlib.sha256(plays.text.encode()).hexdigest() == plays.sha256
 
     def test_package_is_not_imported(self, plays):

@@ -71,7 +71,8 @@ def _relu2(x: jax.Array) -> jax.Array:
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
+    # By erf: jax.nn.gelu goes by erfc, which on a CPU made a whole training step 1.4 times as long.
+    return 0.5 * x * (1.0 + jax.lax.erf(x * 0.5**0.5))
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -1,0 +1,66 @@
+"""Settings of the whole test run, and a small trained run that several tests read."""
+
+import os
+import random
+from pathlib import Path
+
+# A test must neither read nor fill the user's cache. Set before anything touches a device.
+os.environ["TRANSFORMER_JAX_COMPILE_CACHE"] = "off"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Compiled programs of one file are of no use to the next, and a process can map only so many."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """A text of 6,000 characters with some structure: words from a small list, in lines."""
+    draw = random.Random(0)
+    words = "the king and queen of hearts went out to sea in a beautiful pea green boat".split()
+    lines = [" ".join(draw.choice(words) for _ in range(6)) for _ in range(200)]
+    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
+    path.write_text("\n".join(lines)[:6_000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_config(text_file):
+    """2 layers, width 32, context 16, with dropout and accumulation; 20 steps of a 40-step schedule."""
+    return Config(
+        model=ModelConfig(context=16, d_model=32, num_heads=2, num_layers=2, dropout=0.1),
+        data=DataConfig(corpus="file", path=(str(text_file),)),
+        optim=OptimConfig(warmup_steps=15, decay_steps=40),
+        train=TrainConfig(
+            steps=20,
+            batch_size=8,
+            accumulate=2,
+            log_every=1,
+            eval_every=10,
+            eval_chars=256,
+            save_every=10,
+            sample_chars=40,
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_config, tmp_path_factory):
+    """The folder of a finished run of `tiny_config`; read it, do not change it."""
+    from transformer_jax.training.loop import train
+
+    out = tmp_path_factory.mktemp("runs") / "trained"
+    train(tiny_config, out)
+    return out

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_jax import DataConfig
+from transformer_jax.data.batches import Windows, evaluation_batches, load_corpus
+from transformer_jax.errors import DataError
+
+
+def test_exactly_one_window():
+    batch = Windows(np.arange(17), 16, seed=0).batch(0, 50)
+    np.testing.assert_array_equal(batch["inputs"], np.tile(np.arange(16), (50, 1)))
+    np.testing.assert_array_equal(batch["targets"], np.tile(np.arange(1, 17), (50, 1)))
+
+
+def test_all_starts_are_reached():
+    windows = Windows(np.arange(20), 16, seed=0)
+    assert windows.per_epoch == 4
+    batch = windows.batch(0, 4)
+    assert set(batch["inputs"][:, 0]) == {0, 1, 2, 3}
+    assert 19 in batch["targets"]
+    assert batch["inputs"].shape == batch["targets"].shape == batch["weights"].shape == (4, 16)
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 200), st.integers(1, 16), st.integers(1, 7), st.integers(0, 5))
+def test_each_window_once_per_epoch(length, context, size, seed):
+    length = max(length, context + 1)
+    windows = Windows(np.arange(length), context, seed)
+    epoch = windows.per_epoch
+    starts = np.concatenate([windows.batch(i, size)["inputs"][:, 0] for i in range(0, 2 * epoch + size, size)])
+    for first in (0, epoch):
+        assert sorted(starts[first : first + epoch]) == list(range(epoch))
+
+
+def test_order_is_a_function_of_the_seed():
+    def starts(seed, first, size):
+        return Windows(np.arange(1000), 8, seed).batch(first, size)["inputs"][:, 0].tolist()
+
+    assert starts(0, 0, 12) == starts(0, 0, 6) + starts(0, 6, 6)
+    assert starts(0, 0, 12) != starts(1, 0, 12)
+    assert starts(0, 0, 992) != starts(0, 992, 992)
+    # The second epoch of one seed must not be the first of the next.
+    assert starts(0, 992, 12) != starts(1, 0, 12)
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 33, 100, 129])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_evaluation_counts_every_target_once(length, batch_size):
+    ids = np.arange(length)
+    batches = list(evaluation_batches(ids, 16, batch_size))
+    assert {b["inputs"].shape for b in batches} == {(batch_size, 16)}
+    targets = np.concatenate([b["targets"][b["weights"] == 1] for b in batches])
+    inputs = np.concatenate([b["inputs"][b["weights"] == 1] for b in batches])
+    np.testing.assert_array_equal(targets, ids[1:])
+    np.testing.assert_array_equal(inputs, ids[:-1])
+    assert all(b["inputs"][b["weights"] == 0].sum() == 0 for b in batches)
+
+
+def corpus_of(tmp_path, text, context=4):
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    return load_corpus(DataConfig(corpus="file", path=(str(path),)), context)
+
+
+def test_splits(tmp_path):
+    corpus = corpus_of(tmp_path, "abcdefghij" * 10)
+    parts = {name: corpus.split(name) for name in ("train", "validation", "tune", "test")}
+    assert {name: len(part) for name, part in parts.items()} == {"train": 90, "validation": 10, "tune": 5, "test": 5}
+    np.testing.assert_array_equal(np.concatenate([parts["tune"], parts["test"]]), parts["validation"])
+    assert np.shares_memory(parts["train"], corpus.ids)
+    with pytest.raises(DataError, match="unknown split 'valid'"):
+        corpus.split("valid")
+
+
+def test_text_too_short(tmp_path):
+    with pytest.raises(DataError, match=r"train part .* has 4 of its 5 characters, .* context \+ 1 = 5"):
+        corpus_of(tmp_path, "abcab")
+    with pytest.raises(DataError, match="validation part .* has 4 of its 40"):
+        corpus_of(tmp_path, "ab" * 20)
+    assert len(corpus_of(tmp_path, "ab" * 25).split("validation")) == 5
+
+
+def test_one_symbol(tmp_path):
+    assert len(corpus_of(tmp_path, "a" * 500).vocab) == 1

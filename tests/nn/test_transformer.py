@@ -1,0 +1,349 @@
+import dataclasses
+import itertools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax import ModelConfig, config, create_model
+from transformer_jax.errors import ConfigError
+from transformer_jax.nn import Transformer, layers
+
+V, T = 11, 12
+SMALL = ModelConfig(
+    vocab_size=V, context=T, d_model=16, num_heads=4, num_layers=2, d_ff=24, init="fan_in", positions="none", unroll=1
+)
+
+
+def build(seed=0, **fields):
+    """A small model, its parameters and some ids [2, T]."""
+    model = create_model(dataclasses.replace(SMALL, **fields))
+    ids = jax.random.randint(jax.random.key(99), (2, T), 0, V)
+    return model, jax.jit(model.init)(jax.random.key(seed), ids)["params"], ids
+
+
+def forward(model, params, ids, **kwargs):
+    return jax.jit(lambda p, i, kw: model.apply({"params": p}, i, **kw))(params, ids, kwargs)
+
+
+CASES = list(itertools.product(typing.get_args(config.Positions), ["pre", "post"], [None, 2, 1], [None, 5]))
+SAMPLE = CASES[::7]  # the full product is 60 cases of some seconds each
+assert {case[0] for case in SAMPLE} == set(typing.get_args(config.Positions))
+
+
+@pytest.mark.parametrize(("positions", "norm_position", "num_kv_heads", "window"), SAMPLE)
+def test_cached_equals_uncached(positions, norm_position, num_kv_heads, window):
+    model, params, ids = build(
+        positions=positions, norm_position=norm_position, num_kv_heads=num_kv_heads, window=window
+    )
+    full = forward(model, params, ids)
+    run = jax.jit(lambda ids, cache: model.apply({"params": params}, ids, cache=cache))
+
+    def by_pieces(*sizes):
+        cache, out, start = model.init_cache(2, T), [], 0
+        for size in sizes:
+            logits, cache = run(ids[:, start : start + size], cache)
+            out.append(logits)
+            start += size
+        np.testing.assert_array_equal(cache.length, [T, T])
+        return jnp.concatenate(out, axis=1)
+
+    for sizes in ([5] + [1] * 7, [1] * T, [5, 7], [T]):
+        assert float(jnp.abs(by_pieces(*sizes) - full).max()) < 1e-4
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_ragged_prompts(positions):
+    """Rows of 3 and 7 tokens in one batch give what each gives alone, and go on from their own ends."""
+    model, params, ids = build(positions=positions)
+    lengths = [3, 7]
+    valid = jnp.arange(7)[None] < jnp.array(lengths)[:, None]
+    run = jax.jit(lambda ids, valid, cache: model.apply({"params": params}, ids, valid=valid, cache=cache))
+    logits, cache = run(ids[:, :7], valid, model.init_cache(2, T))
+    np.testing.assert_array_equal(cache.length, lengths)
+    after, _ = run(ids[:, 7:8], jnp.ones((2, 1), bool), cache)
+    for row, length in enumerate(lengths):
+        alone = jnp.concatenate([ids[row, :length], ids[row, 7:8]])[None]
+        expected = forward(model, params, alone)
+        np.testing.assert_allclose(logits[row, :length], expected[0, :length], atol=1e-5)
+        np.testing.assert_allclose(after[row, 0], expected[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary", "alibi"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_never_matters(positions, side):
+    model, params, ids = build(positions=positions)
+    real = ids[:1, :4]
+    expected = forward(model, params, real)
+    for length, content in ((6, 0), (6, 3), (T, 3)):
+        padding = jnp.full((1, length - 4), content)
+        parts = (padding, real) if side == "left" else (real, padding)
+        marks = (jnp.zeros((1, length - 4), bool), jnp.ones((1, 4), bool))
+        valid = jnp.concatenate(marks if side == "left" else marks[::-1], axis=1)
+        logits = forward(model, params, jnp.concatenate(parts, axis=1), valid=valid)
+        place = slice(length - 4, None) if side == "left" else slice(0, 4)
+        np.testing.assert_allclose(logits[:, place], expected, atol=1e-5)
+
+
+def test_fully_padded_row_adds_nothing():
+    model, params, ids = build()
+
+    def loss(params, ids, valid):
+        logits = model.apply({"params": params}, ids, valid=valid)
+        return jnp.sum(jnp.where(valid[..., None], jax.nn.log_softmax(logits), 0.0)), logits
+
+    valid = jnp.stack([jnp.ones(T, bool), jnp.zeros(T, bool)])
+    (both, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, ids, valid)
+    (alone, expected), grads_alone = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, ids[:1], valid[:1])
+    assert jnp.isfinite(logits).all()
+    np.testing.assert_allclose(logits[0], expected[0], atol=1e-5)
+    assert float(both) == pytest.approx(float(alone), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, grads_alone)
+
+
+@pytest.mark.parametrize("form", ["plain", "all valid", "padded", "cache", "dropout"])
+def test_no_look_ahead(form):
+    model, params, ids = build(positions="rotary", dropout=0.5 if form == "dropout" else 0.0)
+    valid = {"all valid": jnp.ones((2, T), bool), "padded": jnp.broadcast_to(jnp.arange(T)[None] < 10, (2, T))}
+
+    @jax.jit
+    def run(ids):
+        if form == "cache":
+            return model.apply({"params": params}, ids, cache=model.init_cache(2, T))[0]
+        kwargs = {"deterministic": False, "rngs": {"dropout": jax.random.key(5)}} if form == "dropout" else {}
+        return model.apply({"params": params}, ids, valid=valid.get(form), **kwargs)
+
+    before, after = run(ids), run(ids.at[:, 7].set((ids[:, 7] + 1) % V))
+    np.testing.assert_allclose(before[:, :7], after[:, :7], atol=1e-6)
+    assert float(jnp.abs(before[:, 7:10] - after[:, 7:10]).min(axis=(0, 2)).max()) > 0
+
+
+def test_no_look_ahead_by_gradient():
+    model, params, ids = build(positions="alibi")
+    embedded = params["token_embedding"]["embedding"]
+
+    def at(position):
+        def one(table):
+            changed = {**params, "token_embedding": {"embedding": table}}
+            return model.apply({"params": changed}, jnp.arange(10)[None])[0, position].sum()
+
+        return jax.grad(one)(embedded)
+
+    grads = jax.jit(at, static_argnums=0)(4)
+    assert float(jnp.abs(grads[5:10]).max()) == 0
+    assert float(jnp.abs(grads[:5]).min(axis=0).max()) > 0
+
+
+def test_permutation_equivariance_without_positions():
+    """Without positions, one layer's prediction depends on the newest token and the set of those before it.
+
+    More layers do see an order: each earlier position attends to those before it alone.
+    """
+    model, params, ids = build(num_layers=1)
+    order = jnp.array([3, 1, 0, 2, 4])
+    here, there = forward(model, params, ids[:, :5]), forward(model, params, ids[:, order])
+    np.testing.assert_allclose(here[:, -1], there[:, -1], atol=1e-5)
+    positioned, params, _ = build(num_layers=1, positions="rotary")
+    here, there = forward(positioned, params, ids[:, :5]), forward(positioned, params, ids[:, order])
+    assert float(jnp.abs(here[:, -1] - there[:, -1]).max()) > 1e-3
+
+
+CHANGES = {
+    "d_model": 32,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "num_layers": 3,
+    "d_ff": 32,
+    "positions": "rotary",
+    "norm": "layer",
+    "norm_position": "post",
+    "norm_eps": 0.1,
+    "norm_affine": False,
+    "final_norm": False,
+    "attention": "none",
+    "qk_norm": False,
+    "window": 2,
+    "feed_forward": "gelu",
+    "residual": "none",
+    "use_bias": True,
+    "head_bias": True,
+    "tie_embeddings": True,
+    "scale_embeddings": True,
+    "init": "gpt2",
+}
+
+
+def test_each_field_changes_the_output():
+    """A field that does nothing is a lie. Parameters start from one seed, perturbed so that biases count."""
+
+    def output(**fields):
+        model, params, ids = build(**fields)
+        params = jax.tree.map(lambda p: p + 0.05, params)
+        return forward(model, params, ids), sum(p.size for p in jax.tree.leaves(params))
+
+    base, count = output()
+    for name, value in CHANGES.items():
+        changed, _ = output(**{name: value})
+        assert float(jnp.abs(changed - base).max()) > 1e-5, name
+    rotary, _ = output(positions="rotary")
+    for fields in ({"positions": "alibi"}, {"positions": "rotary", "rotary_base": 100.0}, {"positions": "sinusoidal"}):
+        assert float(jnp.abs(output(**fields)[0] - rotary).max()) > 1e-5, fields
+    # Widths: embedding and head V D each; a layer 4 D D + 2 D F + gains of two norms and of queries and keys; a norm.
+    d, f, k = 16, 24, 4
+    assert count == 2 * V * d + 2 * (4 * d * d + 2 * d * f + 2 * d + 2 * k) + d
+    assert output(tie_embeddings=True)[1] == count - V * d
+    assert output(num_kv_heads=1)[1] == count - 2 * 2 * d * (d - k)
+    assert output(feed_forward="swiglu")[1] == count + 2 * d * f
+    assert output(positions="learned")[1] == count + T * d
+
+
+def test_fields_that_must_not_change_the_output():
+    model, params, ids = build()
+
+    def loss(model):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply({"params": p}, ids) ** 2)))(params)
+
+    value, grads = loss(model)
+    for fields in ({"unroll": 2}, {"remat": True}, {"unroll": 2, "remat": True}, {"dropout": 0.5}):
+        other = create_model(dataclasses.replace(SMALL, **fields))
+        assert jax.tree.structure(params) == jax.tree.structure(build(**fields)[1])
+        other_value, other_grads = loss(other)
+        assert float(other_value) == pytest.approx(float(value), rel=1e-5), fields
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), grads, other_grads)
+
+
+def test_dropout_is_alive_in_training_only():
+    for fields in ({"dropout": 0.5}, {"attention_dropout": 0.5}):
+        model, params, ids = build(**fields)
+
+        def training(key, model=model, params=params, ids=ids):
+            return model.apply({"params": params}, ids, deterministic=False, rngs={"dropout": key})
+
+        first, again, other = (jax.jit(training)(jax.random.key(seed)) for seed in (0, 0, 1))
+        np.testing.assert_array_equal(first, again)
+        assert float(jnp.abs(first - other).max()) > 1e-3
+        same = jnp.broadcast_to(ids[:1], ids.shape)
+        rows = jax.jit(lambda ids, model=model, params=params: training(jax.random.key(0), model, params, ids))(same)
+        assert float(jnp.abs(rows[0] - rows[1]).max()) > 1e-3  # two equal rows have masks of their own
+
+
+@pytest.mark.parametrize(("norm_position", "expected"), [("pre", 7), ("post", 6)])
+def test_number_of_norms(norm_position, expected):
+    _, params, _ = build(num_layers=3, norm_position=norm_position, qk_norm=False)
+    gains = [x for path, x in jax.tree_util.tree_leaves_with_path(params) if "norm" in jax.tree_util.keystr(path)]
+    assert sum(x.shape[0] if x.ndim == 2 else 1 for x in gains) == expected
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_hidden_states_are_normalised(norm_position):
+    from transformer_jax.nn import Decoder
+
+    decoder = Decoder(d_model=64, num_layers=3, norm_position=norm_position)
+    x = 5 + 3 * jax.random.normal(jax.random.key(0), (2, 8, 64))
+    out, _ = jax.jit(decoder.init_with_output)(jax.random.key(1), x)
+    np.testing.assert_allclose(out.mean(-1), 0, atol=1e-4)
+    np.testing.assert_allclose(out.var(-1), 1, atol=1e-3)
+
+
+def test_gpt2_init_in_the_model():
+    _, params, _ = build(init="gpt2", d_model=256, num_layers=6, d_ff=1024)
+    layer = params["decoder"]["layers"]
+    assert float(layer["self_attention"]["output"]["kernel"].std()) == pytest.approx(0.005774, rel=0.05)
+    assert float(layer["ffn"]["down"]["kernel"].std()) == pytest.approx(0.005774, rel=0.05)
+    assert float(layer["ffn"]["up"]["kernel"].std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_bfloat16_compute():
+    model, params, ids = build(compute_dtype="bfloat16", positions="rotary")
+    reference, _, _ = build(positions="rotary")
+    assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    logits, state = jax.jit(
+        lambda p, i: model.apply({"params": p}, i, capture_intermediates=True, mutable=["intermediates"])
+    )(params, ids)
+    assert logits.dtype == jnp.float32
+    inside = state["intermediates"]["decoder"]["layers"]
+    for path, x in jax.tree_util.tree_leaves_with_path(inside):
+        assert x.dtype == jnp.bfloat16, path
+    assert float(jnp.abs(logits - forward(reference, params, ids)).max()) < 0.1
+    assert model.init_cache(1, 4).keys.dtype == jnp.bfloat16
+
+
+def test_ids_are_checked():
+    model, params, _ = build()
+    for ids, said in (
+        (jnp.array([[10, 11]]), r"\[0, 11\), got 10 to 11"),
+        (jnp.array([[-1, 0]]), "got -1 to 0"),
+        (jnp.array([[0.3, 2.9]]), r"whole numbers \[B, T\], got float32"),
+        (jnp.array([1, 2]), r"\[B, T\]"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            model.apply({"params": params}, ids)
+    with pytest.raises(ConfigError, match="valid must be bool"):
+        model.apply({"params": params}, jnp.array([[1, 2]]), valid=jnp.ones((1, 2)))
+    assert jnp.isfinite(forward(model, params, jnp.array([[-1, 11]]))).all()
+
+
+def test_lengths_are_checked():
+    model, params, ids = build(positions="learned")
+    with pytest.raises(ConfigError, match="13 tokens are more than the 12"):
+        model.apply({"params": params}, jnp.zeros((1, 13), jnp.int32))
+    with pytest.raises(ConfigError, match="13 tokens is longer than the 12"):
+        model.init_cache(1, 13)
+    _, cache = model.apply({"params": params}, ids[:, :3], cache=model.init_cache(2, 3))
+    with pytest.raises(ConfigError, match="holds 3 tokens and would need 4"):
+        model.apply({"params": params}, ids[:, :1], cache=cache)
+
+
+def test_create_model_needs_a_vocabulary():
+    with pytest.raises(ConfigError, match="vocab_size is not set"):
+        create_model(ModelConfig())
+
+
+def test_names_agree():
+    """Each name a config allows has an implementation, and each implementation a name."""
+    assert set(typing.get_args(config.Init)) == set(layers.INITS)
+    assert set(typing.get_args(config.FeedForwardKind)) == {*layers.ACTIVATIONS, "none"}
+    assert set(typing.get_args(config.Norm)) == set(layers.NORMS)
+    ours = {f.name for f in dataclasses.fields(Transformer)} - {"parent", "name", "weight_init"}
+    assert ours == {f.name for f in dataclasses.fields(ModelConfig)} - {"architecture", "init"}
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_matches_pytorch(norm_position, activation):
+    torch = pytest.importorskip("torch")
+    from transformer_jax.nn import DecoderLayer
+
+    width, heads, hidden = 16, 4, 32
+    theirs = torch.nn.TransformerEncoderLayer(
+        width, heads, hidden, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_position == "pre"
+    )
+    theirs.eval()
+    state = {name: jnp.asarray(value.detach().numpy()) for name, value in theirs.state_dict().items()}
+    kernels = state["self_attn.in_proj_weight"].reshape(3, heads, width // heads, width).transpose(0, 3, 1, 2)
+    biases = state["self_attn.in_proj_bias"].reshape(3, heads, width // heads)
+    attention = {n: {"kernel": kernels[i], "bias": biases[i]} for i, n in enumerate(("query", "key", "value"))}
+    attention["output"] = {
+        "kernel": state["self_attn.out_proj.weight"].T.reshape(heads, width // heads, width),
+        "bias": state["self_attn.out_proj.bias"],
+    }
+    params = {
+        "self_attention": attention,
+        "self_attention_norm": {"scale": state["norm1.weight"], "bias": state["norm1.bias"]},
+        "ffn_norm": {"scale": state["norm2.weight"], "bias": state["norm2.bias"]},
+        "ffn": {
+            "up": {"kernel": state["linear1.weight"].T, "bias": state["linear1.bias"]},
+            "down": {"kernel": state["linear2.weight"].T, "bias": state["linear2.bias"]},
+        },
+    }
+    x = np.random.default_rng(0).normal(size=(2, 6, width)).astype(np.float32)
+    causal = np.tril(np.ones((6, 6), bool))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(x), src_mask=torch.from_numpy(~causal)).numpy()
+    ours = DecoderLayer(
+        d_model=width, num_heads=heads, d_ff=hidden, feed_forward=activation, norm_position=norm_position
+    )
+    out = ours.apply({"params": params}, jnp.asarray(x), mask=jnp.asarray(causal)[None, None])
+    np.testing.assert_allclose(out, expected, atol=1e-5)
