@@ -1,0 +1,221 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig
+from transformer_jax.config import resolve
+from transformer_jax.training.step import all_finite, compile_train_step, eval_step, init_state, train_step
+
+
+def config_of(model=None, train=None, **optim):
+    return resolve(
+        Config(
+            model=ModelConfig(context=8, d_model=16, num_heads=2, num_layers=2, init="fan_in", **(model or {})),
+            optim=OptimConfig(**{"warmup_steps": 0, "schedule": "constant", **optim}),
+            train=TrainConfig(batch_size=8, **(train or {})),
+        ),
+        vocab_size=7,
+    )
+
+
+def batch_of(seed=0, lengths=(1, 8, 2, 8, 3, 1, 5, 8)):
+    """8 rows with very unequal numbers of targets that count."""
+    ids = np.random.default_rng(seed).integers(0, 7, (len(lengths), 9)).astype(np.int32)
+    weights = (np.arange(8)[None] < np.array(lengths)[:, None]).astype(np.float32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+
+def run(config, batches):
+    step, state, metrics = jax.jit(partial(train_step, config)), jax.jit(partial(init_state, config))(), []
+    for batch in batches:
+        state, figures = step(state, batch)
+        metrics.append(jax.device_get(figures))
+    return state, metrics
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulation_changes_nothing(optimizer):
+    """One batch of 8, 2 pieces of 4 and 8 of 1 teach the same, with unequal targets and one piece without any."""
+    batch = batch_of(lengths=(1, 8, 0, 8, 3, 1, 5, 8))
+    states = {n: run(config_of(train={"accumulate": n}, optimizer=optimizer), [batch]) for n in (1, 2, 8)}
+    reference, (figures,) = states[1]
+    for state, (other,) in states.values():
+        # Adam's first update is the sign of the gradient where that is near 0: compare what is well determined.
+        assert other["loss"] == pytest.approx(figures["loss"], rel=1e-6)
+        assert other["grad_norm"] == pytest.approx(figures["grad_norm"], rel=1e-5)
+        moments = (optax.tree.get(s.opt_state, "mu", filtering=lambda p, _: True) for s in (reference, state)) if (
+            optimizer == "adamw"
+        ) else ()
+        pairs = list(moments)
+        if pairs:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), *pairs)
+
+
+def test_accumulation_same_weights():
+    """With an epsilon that keeps Adam smooth, the weights agree to 1e-6 as well."""
+    states = [run(config_of(train={"accumulate": n}, optimizer="adamw", eps=1e-2), [batch_of()])[0] for n in (1, 2, 8)]
+    for state in states[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, states[0].params)
+
+
+def test_batch_without_targets():
+    batch = batch_of()
+    batch["weights"] = np.zeros_like(batch["weights"])
+    config = config_of(optimizer="adamw")
+    state, (figures,) = run(config, [batch])
+    assert figures["loss"] == 0
+    assert figures["grad_norm"] == 0
+    before = jax.jit(partial(init_state, config))()
+    jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+
+
+def test_ignored_rows_do_not_teach():
+    batch = batch_of(lengths=(8, 8, 8, 8, 0, 0, 0, 0))
+    half = {name: array[:4] for name, array in batch.items()}
+    whole, (a,) = run(config_of(eps=1e-2), [batch])
+    part, (b,) = run(config_of(eps=1e-2), [half])
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole.params, part.params)
+
+
+def test_learns():
+    config = config_of(learning_rate=1e-2)
+    _, metrics = run(config, [batch_of()] * 60)
+    assert metrics[0]["loss"] > 1.5
+    assert metrics[-1]["loss"] < 0.2
+
+
+def test_clipping_is_measured_once_on_the_averaged_gradient():
+    for accumulate in (1, 4):
+        _, (figures,) = run(config_of(train={"accumulate": accumulate}, clip_norm=1e-3), [batch_of()])
+        assert figures["grad_norm"] > 0.1  # before clipping
+
+
+def test_gradient_norm_in_bfloat16():
+    """A million entries of 0.01, which bfloat16 rounds to 0.010009766."""
+    grads = jnp.full((1_000_000,), 0.01, jnp.bfloat16).astype(jnp.float32)
+    assert float(optax.tree.norm({"a": grads})) == pytest.approx(10.0, rel=0.01)
+
+
+def test_bfloat16_state_stays_float32():
+    config = config_of(model={"compute_dtype": "bfloat16"})
+    state, (figures,) = run(config, [batch_of()])
+    floats = {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert floats == {jnp.dtype("float32")}
+    assert figures["loss"].dtype == jnp.float32
+    _, (reference,) = run(config_of(), [batch_of()])
+    assert figures["loss"] == pytest.approx(reference["loss"], abs=0.05)
+
+
+def test_average_of_the_weights():
+    config = config_of(train={"average_decay": 0.5})
+    start = jax.jit(partial(init_state, config))()
+    state, _ = run(config, [batch_of()])
+    expected = jax.tree.map(lambda a, b: 0.5 * a + 0.5 * b, start.params, state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.average, expected)
+    assert state.eval_params is state.average
+    assert run(config_of(), [batch_of()])[0].eval_params is not None
+
+
+def test_evaluation_does_not_know_dropout():
+    params = jax.jit(partial(init_state, config_of()))().params
+    totals = {
+        rate: [float(eval_step(config_of(model={"dropout": rate}), params, batch_of())[0]) for _ in range(2)]
+        for rate in (0.0, 0.5)
+    }
+    assert len({total for pair in totals.values() for total in pair}) == 1
+
+
+def test_dropout_differs_by_step_and_seed():
+    model = {"dropout": 0.5}
+    _, metrics = run(config_of(model, learning_rate=1e-12, muon_learning_rate=1e-12), [batch_of()] * 2)
+    assert metrics[0]["loss"] != metrics[1]["loss"]
+    _, other = run(config_of(model, {"seed": 1}), [batch_of()])
+    assert other[0]["loss"] != metrics[0]["loss"]
+
+
+def test_all_finite():
+    state = jax.jit(partial(init_state, config_of()))()
+    assert all_finite(state)
+    damaged = state.replace(params=jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf), state.params))
+    assert not all_finite(damaged)
+
+
+def test_state_is_donated():
+    config = config_of()
+    state = jax.jit(partial(init_state, config))()
+    compile_train_step(config)(state, batch_of())
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+EIGHT = """
+import json, sys
+from functools import partial
+import jax, numpy as np
+sys.path.insert(0, sys.argv[1])
+from test_step import batch_of, config_of
+from transformer_jax.training import sharding
+from transformer_jax.training.step import compile_train_step, init_state
+
+results = {}
+for shape in ((1, 1, 1), (8, 1, 1), (2, 2, 2)):
+    for accumulate in (1, 2):
+        if shape == (8, 1, 1) and accumulate == 2:
+            continue
+        config = config_of({"dropout": 0.3}, {"accumulate": accumulate}, eps=1e-3)
+        devices = jax.devices()[: int(np.prod(shape))]
+        place = sharding.placement(devices, shape)
+        with place.use():
+            state = jax.jit(partial(init_state, config), out_shardings=place.replicated)()
+            step = compile_train_step(config, out_shardings=(place.replicated, place.replicated))
+            losses = []
+            for i in range(3):
+                state, metrics = step(state, place.place(batch_of(i)))
+                losses.append(float(metrics["loss"]))
+            norm = float(sum((x.astype("float64") ** 2).sum() for x in map(np.asarray, jax.tree.leaves(state.params))))
+            results[f"{shape} {accumulate}"] = losses + [norm]
+assert sharding.default_placement(12).mesh.shape["data"] == 4
+print(json.dumps(results))
+"""
+
+
+def test_same_numbers_on_eight_devices():
+    """Dropout on, very unequal padding: a mesh changes nothing but rounding. `batch` of 12 on 8 devices uses 4."""
+    environment = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "NPROC": "16"}
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT, str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout)
+    for accumulate in (1, 2):
+        reference = results[f"(1, 1, 1) {accumulate}"]
+        for name, figures in results.items():
+            if name.endswith(str(accumulate)):
+                assert figures == pytest.approx(reference, rel=1e-5), name
+
+
+def test_fields_of_the_config_reach_the_step():
+    base = run(config_of(), [batch_of()])[1][0]["loss"]
+    for train in ({"label_smoothing": 0.1}, {"z_loss": 0.1}):
+        assert run(config_of(train=train), [batch_of()])[1][0]["loss"] != base
+
+
+def test_config_is_hashable_and_frozen():
+    config = config_of()
+    assert hash(config) == hash(dataclasses.replace(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.d_model = 3
