@@ -1,9 +1,9 @@
 """Trains a character-level Transformer: the `train` command of `transformer-jax`.
 
-    python train.py                                       the recipe of configs/shakespeare_cpu.py
-    python train.py --config configs/smoke.py             another config
-    python train.py --model.d-model 256 --train.steps 500 single fields
-    python train.py --out runs/first --resume             go on with a run
+python train.py                                       the recipe of configs/shakespeare_cpu.py
+python train.py --config configs/smoke.py             another config
+python train.py --model.d-model 256 --train.steps 500 single fields
+python train.py --out runs/first --resume             go on with a run
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A GPT-2 style block with AdamW, for a like-for-like comparison with nanoGPT's CPU configuration.
 
-    python train.py --config configs/nanogpt_char_cpu.py
+python train.py --config configs/nanogpt_char_cpu.py
 """
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig

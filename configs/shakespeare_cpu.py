@@ -1,6 +1,6 @@
 """The recipe of `python train.py`, for a laptop.
 
-    python train.py --config configs/shakespeare_cpu.py
+python train.py --config configs/shakespeare_cpu.py
 """
 
 from transformer_jax import Config

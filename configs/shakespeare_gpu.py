@@ -1,6 +1,6 @@
 """The size of nanoGPT's GPU configuration: 10.7 million parameters.
 
-    python train.py --config configs/shakespeare_gpu.py
+python train.py --config configs/shakespeare_gpu.py
 """
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig

@@ -188,7 +188,9 @@ def test_settings_out_of_range(kwargs, said):
         write(**kwargs)
 
 
-@pytest.mark.parametrize(("prompts", "said"), [([[]], "is empty"), ([], "no prompt"), ([[9]], r"\[0, 9\)"), ([[-1]], "-1")])
+@pytest.mark.parametrize(
+    ("prompts", "said"), [([[]], "is empty"), ([], "no prompt"), ([[9]], r"\[0, 9\)"), ([[-1]], "-1")]
+)
 def test_prompts_that_cannot_be_used(prompts, said):
     with pytest.raises(DataError, match=said):
         write(prompts)

@@ -113,7 +113,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _help(commands: dict[str, Any]) -> str:
-    lines = [f"  {name:<10}{_first_line(kind)}" for name, kind in zip(commands, (_Where, _Sample, _Evaluate), strict=True)]
+    lines = [
+        f"  {name:<10}{_first_line(kind)}" for name, kind in zip(commands, (_Where, _Sample, _Evaluate), strict=True)
+    ]
     return "\n".join(
         ["usage: transformer-jax COMMAND [options]", "", *lines, "", "COMMAND --help lists the options of each."]
     )
@@ -125,7 +127,9 @@ def _first_line(kind: type) -> str:
 
 def _train(args: list[str]) -> int:
     started = time.monotonic()
-    where, _ = tyro.cli(_Where, args=[a for a in args if a not in ("-h", "--help")], return_unknown_args=True, prog=_prog("train"))
+    where, _ = tyro.cli(
+        _Where, args=[a for a in args if a not in ("-h", "--help")], return_unknown_args=True, prog=_prog("train")
+    )
     if where.resume and where.out is None:
         raise ConfigError("--resume needs --out RUN: the folder of the run to go on with")
     if where.resume and where.overwrite:
@@ -157,11 +161,12 @@ def _sample(args: list[str]) -> int:
     options = tyro.cli(_Sample, args=args, prog=_prog("sample"))
     from transformer_jax import compile_cache
     from transformer_jax.data.corpora import normalise_line_ends
-    from transformer_jax.generation import generate
+    from transformer_jax.generation import check_settings, generate
     from transformer_jax.nn import create_model
     from transformer_jax.training.loop import default_prompt
     from transformer_jax.training.runs import load_run
 
+    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.num_samples)
     compile_cache.enable()
     run = load_run(options.run, options.step, _note)
     prompt = default_prompt(run.vocab) if options.prompt is None else normalise_line_ends(options.prompt)
@@ -299,7 +304,9 @@ def _refuse_existing(out: Path, overwrite: bool) -> None:
 def _explain(error: TypeError) -> str:
     """A wrong field name in a config file, with the nearest right one."""
     words = str(error).split("'")
-    kind = next((k for k in (Config, *(f.type for f in dataclasses.fields(Config))) if words[0].startswith(k.__name__)), None)
+    kind = next(
+        (k for k in (Config, *(f.type for f in dataclasses.fields(Config))) if words[0].startswith(k.__name__)), None
+    )
     if kind is None or "unexpected keyword" not in words[0]:
         return str(error)
     return unknown(f"field of {kind.__name__}", words[1], field_names(kind))

@@ -35,7 +35,9 @@ def enable() -> Counter:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.monitoring.register_event_listener(lambda event, **_: counts.update([_EVENTS[event]] if event in _EVENTS else []))
+    jax.monitoring.register_event_listener(
+        lambda event, **_: counts.update([_EVENTS[event]] if event in _EVENTS else [])
+    )
     return counts
 
 
@@ -43,7 +45,9 @@ def _processor() -> str:
     """A name for this kind of processor, from its model and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        text = "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+        text = "".join(
+            sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+        )
     except OSError:
         text = platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -123,7 +123,8 @@ def generate(
       DataError: For an empty prompt or unknown ids.
       TransformerJaxError: If the model gives logits that are not finite.
     """
-    _check(prompts, num_tokens, context, temperature, top_k, top_p, num_samples, model.vocab_size)
+    check_settings(num_tokens, temperature, top_k, top_p, num_samples)
+    _check_prompts(prompts, context, model.vocab_size)
     filters = Filters(
         jnp.float32(temperature), jnp.int32(min(top_k or model.vocab_size, model.vocab_size)), jnp.float32(top_p)
     )
@@ -228,17 +229,13 @@ def _padded(prompts: Sequence[Sequence[int]], context: int) -> tuple[jax.Array, 
     return jnp.asarray(ids), jnp.asarray(valid)
 
 
-def _check(
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    context: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    num_samples: int,
-    vocab_size: int,
-) -> None:
-    for name, value in (("num_tokens", num_tokens), ("context", context), ("num_samples", num_samples)):
+def check_settings(num_tokens: int, temperature: float, top_k: int | None, top_p: float, num_samples: int) -> None:
+    """Refuses what `generate` cannot do, before anything is loaded.
+
+    Raises:
+      ConfigError: Naming the setting, its value and the limit.
+    """
+    for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if not 0 <= temperature < float("inf"):
@@ -247,10 +244,17 @@ def _check(
         raise ConfigError(f"top_k must be at least 1, got {top_k}; leave it out to draw from all symbols")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}")
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
+    if context < 1:
+        raise ConfigError(f"context must be at least 1, got {context}")
     if not prompts:
         raise DataError("there is no prompt")
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise DataError(f"prompt {number} is empty: a model needs at least one symbol to go on from")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise DataError(f"prompt {number} has ids from {min(prompt)} to {max(prompt)}, not all in [0, {vocab_size})")
+            raise DataError(
+                f"prompt {number} has ids from {min(prompt)} to {max(prompt)}, not all in [0, {vocab_size})"
+            )

@@ -43,7 +43,9 @@ def test_unknown_character_far_into_the_text():
         Vocab("ab").encode("a" * ((1 << 20) + 4) + "c")
 
 
-@pytest.mark.parametrize("values", [None, [], {}, {"symbols": 3}, {"symbols": ""}, {"symbols": "aa"}, {"symbols": "a", "x": 1}])
+@pytest.mark.parametrize(
+    "values", [None, [], {}, {"symbols": 3}, {"symbols": ""}, {"symbols": "aa"}, {"symbols": "a", "x": 1}]
+)
 def test_what_is_no_vocabulary(values):
     with pytest.raises(DataError):
         Vocab.from_dict(values)

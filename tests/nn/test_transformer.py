@@ -121,7 +121,7 @@ def test_no_look_ahead(form):
 
 
 def test_no_look_ahead_by_gradient():
-    model, params, ids = build(positions="alibi")
+    model, params, _ = build(positions="alibi")
     embedded = params["token_embedding"]["embedding"]
 
     def at(position):
@@ -259,15 +259,21 @@ def test_bfloat16_compute():
     model, params, ids = build(compute_dtype="bfloat16", positions="rotary")
     reference, _, _ = build(positions="rotary")
     assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    logits, state = jax.jit(
-        lambda p, i: model.apply({"params": p}, i, capture_intermediates=True, mutable=["intermediates"])
-    )(params, ids)
+    logits = forward(model, params, ids)
     assert logits.dtype == jnp.float32
-    inside = state["intermediates"]["decoder"]["layers"]
-    for path, x in jax.tree_util.tree_leaves_with_path(inside):
-        assert x.dtype == jnp.bfloat16, path
     assert float(jnp.abs(logits - forward(reference, params, ids)).max()) < 0.1
     assert model.init_cache(1, 4).keys.dtype == jnp.bfloat16
+
+
+def test_bfloat16_stays_bfloat16_inside():
+    from transformer_jax.nn import DecoderLayer
+
+    layer = DecoderLayer(d_model=16, positions="rotary", qk_norm=True, compute_dtype=jnp.bfloat16)
+    x = jnp.ones((1, 4, 16), jnp.bfloat16)
+    (_, state) = layer.init_with_output(jax.random.key(0), x, capture_intermediates=True, mutable=True)
+    inside = jax.tree_util.tree_leaves_with_path(state["intermediates"])
+    assert len(inside) > 10
+    assert {jax.tree_util.keystr(path): x.dtype for path, x in inside if x.dtype != jnp.bfloat16} == {}
 
 
 def test_ids_are_checked():

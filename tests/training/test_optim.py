@@ -109,9 +109,11 @@ def test_muon_updates_each_matrix_of_the_layers_and_nothing_else():
 def test_muon_makes_each_layers_update_orthogonal():
     params = params_of(feed_forward="relu")
     keys = jax.random.split(jax.random.key(1), 100)
-    grads = jax.tree.map(lambda p, k: jax.random.normal(k, p.shape), params, jax.tree.unflatten(
-        jax.tree.structure(params), list(keys[: len(jax.tree.leaves(params))])
-    ))
+    grads = jax.tree.map(
+        lambda p, k: jax.random.normal(k, p.shape),
+        params,
+        jax.tree.unflatten(jax.tree.structure(params), list(keys[: len(jax.tree.leaves(params))])),
+    )
     config = dataclasses.replace(
         BASE, optimizer="muon", muon_learning_rate=0.5, warmup_steps=0, schedule="constant", clip_norm=None
     )

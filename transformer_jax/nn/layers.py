@@ -158,7 +158,7 @@ class Embedding(nn.Module):
         self.embedding = self.param("embedding", self.embedding_init, (self.num_embeddings, self.features))
 
     def __call__(self, ids: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-        """int [...] -> [..., D]. Ids out of range, which a traced call cannot refuse, read the nearest row."""
+        """Int [...] -> [..., D]. Ids out of range, which a traced call cannot refuse, read the nearest row."""
         return jnp.take(self.embedding.astype(dtype), ids, axis=0, mode="clip")
 
     def attend(self, x: jax.Array) -> jax.Array:

@@ -173,9 +173,7 @@ def _with_rates(config: Config, state: TrainState) -> TrainState:
     return state.replace(opt_state=(clip, injected._replace(hyperparams=hyperparams), schedule))
 
 
-def _train_steps(
-    session: _Session, state: TrainState, examples: int, seconds: float
-) -> tuple[TrainState, int, float]:
+def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, int, float]:
     """The loop. Returns the last state, the examples seen and the seconds spent, all runs of it together."""
     config, corpus, run, placement = session.config, session.corpus, session.run, session.placement
     settings = config.train
@@ -246,7 +244,8 @@ def _train_steps(
                 jax.block_until_ready(metrics)
                 session.terminal.say(f"started    first step done {time.monotonic() - started:.1f} s after set-up")
                 mark_time, mark_step, first = time.monotonic(), step, False
-            at_end = step == settings.steps or bool(received)
+            stop = bool(received)  # looked at once: a signal that comes while this step is saved stops the next one
+            at_end = step == settings.steps or stop
             evaluates = step % settings.eval_every == 0 or step % settings.save_every == 0 or step == settings.steps
             if evaluates or at_end:
                 pause = time.monotonic()
@@ -263,7 +262,7 @@ def _train_steps(
                 # The step before is logged now that this one is under way: the device never waits for a log line.
                 flush(pending[:-1])
                 del pending[:-1]
-            if received:
+            if stop:
                 raise Interrupted(received[0])
     return state, examples, spent()
 
@@ -282,12 +281,17 @@ def _refuse_nonfinite(step: int, figures: dict[str, Any], saved: list[int]) -> N
 def _finish(session: _Session, state: TrainState, seconds: float) -> dict[str, Any]:
     """Evaluates the last and the best weights on the whole validation text, writes a sample and the summary."""
     config, corpus, run, terminal = session.config, session.corpus, session.run, session.terminal
-    losses = {split: session.evaluator.loss(state.eval_params, corpus.split(split)) for split in ("validation", "tune", "test")}
+    losses = {
+        split: session.evaluator.loss(state.eval_params, corpus.split(split))
+        for split in ("validation", "tune", "test")
+    }
     step, best = int(state.step), run.checkpoints.best()
     best_loss = losses["validation"]
     if best not in (None, step):
         params = runs.load_run(run.path, best, terminal.say).params
-        best_loss = session.evaluator.loss(jax.device_put(params, session.placement.replicated), corpus.split("validation"))
+        best_loss = session.evaluator.loss(
+            jax.device_put(params, session.placement.replicated), corpus.split("validation")
+        )
     characters = step * config.train.batch_size * config.model.context
     device = session.placement.mesh.devices.flatten()[0]
     summary = {

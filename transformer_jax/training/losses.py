@@ -35,5 +35,5 @@ def cross_entropy(
 
 
 def mean(total: jax.Array, count: jax.Array) -> jax.Array:
-    """total / count, and 0 where nothing counts: a batch without targets adds nothing."""
+    """Total / count, and 0 where nothing counts: a batch without targets adds nothing."""
     return total / jnp.maximum(count, 1)

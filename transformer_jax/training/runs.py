@@ -85,12 +85,18 @@ def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunF
     Raises:
       ConfigError: If there is one already and it may not be overwritten, or it cannot be written.
     """
+    if "\\" in str(path.absolute()):
+        raise ConfigError(
+            f"{path.absolute()} has a backslash, which checkpoints cannot be read from; choose another --out"
+        )
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             if not path.is_dir():
                 raise ConfigError(f"{path} is a file; choose another --out")
             if not overwrite:
-                raise ConfigError(f"{path} exists already; add --resume to go on, --overwrite to replace, or another --out")
+                raise ConfigError(
+                    f"{path} exists already; add --resume to go on, --overwrite to replace, or another --out"
+                )
             if not is_run(path):
                 raise ConfigError(f"{path} is no run, and is left as it is; choose another --out")
             shutil.rmtree(path)

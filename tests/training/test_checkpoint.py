@@ -1,0 +1,201 @@
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from transformer_jax import Config, ModelConfig, OptimConfig
+from transformer_jax.config import resolve
+from transformer_jax.data.vocab import Vocab
+from transformer_jax.errors import CheckpointError
+from transformer_jax.training.checkpoint import Checkpoints, Metadata, best_step, kept_steps, like
+from transformer_jax.training.runs import abstract_state
+from transformer_jax.training.step import init_state
+
+NAN = float("nan")
+CONFIG = resolve(
+    Config(
+        model=ModelConfig(context=8, d_model=8, num_heads=2, num_layers=2, compute_dtype="bfloat16"),
+        optim=OptimConfig(optimizer="adamw", warmup_steps=3),
+    ),
+    vocab_size=3,
+)
+SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+@pytest.fixture(scope="module")
+def state():
+    return jax.jit(partial(init_state, CONFIG))()
+
+
+def metadata(step, val_loss=None):
+    return Metadata(step, 8 * step, 1.5, val_loss, CONFIG, Vocab("abc"), {"name": "x", "sha256": "0"})
+
+
+def saved(folder, state, *steps):
+    checkpoints = Checkpoints(folder)
+    for step in steps:
+        checkpoints.save(state.replace(step=state.step + step), metadata(step))
+    return checkpoints
+
+
+def newest(checkpoints):
+    return checkpoints.newest(lambda m: like(abstract_state(m.config), SHARDING))
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [([2.0, 1.0, NAN], 2), ([NAN, 2.0, 2.5], 2), ([2.0, NAN, 3.0], 1), ([None, float("inf"), 4.0], 3), ([2.0, 2.0], 1)],
+)
+def test_best(losses, best):
+    by_step = dict(enumerate(losses, start=1))
+    assert best_step(by_step) == best
+    assert best in kept_steps(by_step, 1)
+    assert len(by_step) in kept_steps(by_step, 1)
+
+
+def test_nothing_is_best_where_nothing_was_measured():
+    assert best_step({}) is None
+    assert best_step({1: None, 2: NAN}) is None
+    assert kept_steps({1: None, 2: NAN, 3: None}, 2) == {2, 3}
+
+
+def test_round_trip(state, tmp_path):
+    checkpoints = saved(tmp_path / "c", state, 5)
+    meta, restored, skipped = newest(checkpoints)
+    assert meta == metadata(5)
+    assert skipped == []
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert isinstance(restored.opt_state[1].inner_state[0], optax.ScaleByAdamState)
+    expected = state.replace(step=state.step + 5)
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
+    assert [x.dtype for x in jax.tree.leaves(restored)] == [x.dtype for x in jax.tree.leaves(expected)]
+
+
+def test_parameters_alone(state, tmp_path):
+    checkpoints = saved(tmp_path / "c", state, 5)
+    part = checkpoints.restore(5, {"params": like(abstract_state(CONFIG).params, SHARDING)})
+    assert set(part) == {"params"}
+    jax.tree.map(np.testing.assert_array_equal, part["params"], state.params)
+
+
+def test_relative_paths(state, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert saved(Path("here"), state, 1).steps() == [1]
+
+
+def test_foreign_and_unfinished_folders_do_not_count(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    for name in ("9", "7.orbax-checkpoint-tmp", "notes", "007"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "11").write_text("a file")
+    assert checkpoints.steps() == [5]
+    assert newest(checkpoints)[0].step == 5
+    checkpoints.save(state, metadata(9))  # what stood in the way is set aside
+    assert checkpoints.steps() == [5, 9]
+
+
+def data_files(folder):
+    return [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size > 0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("damages")
+def test_every_file_that_is_lost_or_cut_is_found(state, tmp_path):
+    """Each file of the newest checkpoint in turn: then the one before is used, or the state is the same."""
+    original = tmp_path / "original"
+    saved(original, state, 5, 9)
+    hits = 0
+    for number, path in enumerate(data_files(original / "9")):
+        for kind in ("delete", "empty", "cut"):
+            copy = tmp_path / f"{number}-{kind}"
+            shutil.copytree(original, copy)
+            victim = copy / path.relative_to(original)
+            content = victim.read_bytes()
+            victim.unlink() if kind == "delete" else victim.write_bytes(content[: 0 if kind == "empty" else -1])
+            meta, restored, skipped = newest(Checkpoints(copy))
+            if meta.step == 5:
+                hits += 1
+            else:
+                jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+                assert int(restored.step) == 9
+            assert all("9" in line and len(line) < 600 and "\n" not in line for line in skipped)
+            shutil.rmtree(copy)
+    assert hits > 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("damages")
+def test_no_usable_checkpoint(state, tmp_path):
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        newest(Checkpoints(tmp_path))
+    checkpoints = saved(tmp_path, state, 5)
+    (tmp_path / "5" / "metadata" / "metadata").write_text("{")
+    with pytest.raises(CheckpointError, match="checkpoint 5 .* is damaged"):
+        newest(checkpoints)
+    with pytest.raises(CheckpointError, match="no checkpoint 6 .* there are 5"):
+        checkpoints.metadata(6)
+
+
+def test_other_format_is_refused_by_name(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    path = tmp_path / "5" / "metadata" / "metadata"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99, and this version reads 1"):
+        checkpoints.metadata(5)
+
+
+def test_a_failing_save_is_an_error_and_harms_nothing(state, tmp_path):
+    checkpoints = saved(tmp_path / "c", state, 5)
+    # A dangling link where Orbax wants to make a folder fails for every user, root included.
+    moved = tmp_path / "away"
+    (tmp_path / "c").rename(moved)
+    (tmp_path / "c").write_text("in the way")
+    with pytest.raises(CheckpointError, match="checkpoint 9 could not be written"):
+        checkpoints.save(state, metadata(9))
+    assert newest(Checkpoints(moved))[0].step == 5
+
+
+def test_saving_a_step_twice_keeps_the_first(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    checkpoints.save(state, metadata(5, val_loss=1.0))
+    assert checkpoints.metadata(5).val_loss is None
+
+
+def test_prune_keeps_the_newest_and_the_best(state, tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step, loss in enumerate([2.0, 1.0, NAN, 3.0, 2.5]):
+        checkpoints.save(state, metadata(step, loss))
+    checkpoints.prune(2)
+    assert checkpoints.steps() == [1, 3, 4]
+    assert checkpoints.best() == 1
+
+
+def test_discard_after_loses_nothing(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5, 9)
+    assert checkpoints.discard_after(5) == [9]
+    assert checkpoints.steps() == [5]
+    assert (tmp_path / "9.aside-0" / "metadata").is_dir()
+
+
+def test_odd_paths(state, tmp_path):
+    for name in ("with blank", "é ü", "x" * 100 + "/" + "y" * 120):
+        assert saved(tmp_path / name, state, 1).steps() == [1]
+        assert newest(Checkpoints(tmp_path / name))[0].step == 1
+
+
+def test_metadata_is_complete():
+    assert {f.name for f in dataclasses.fields(Metadata)} == {
+        "step",
+        "examples",
+        "seconds",
+        "val_loss",
+        "config",
+        "vocab",
+        "corpus",
+    }
