@@ -291,3 +291,32 @@ def test_compiles_once_and_holds_its_memory(tiny_config, tmp_path, monkeypatch):
     assert [f._cache_size() for f in compiled] == [1]
     assert sizes[3_000] - sizes[300] < 50e6
     assert abs(arrays[3_000] - arrays[300]) <= 30  # the metrics of at most a few steps wait to be logged
+
+
+MEMORY = """
+import resource, sys
+from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from transformer_jax.training.loop import train
+train(
+    Config(
+        model=ModelConfig(context=256, d_model=8, num_heads=1, num_layers=1),
+        data=DataConfig(corpus="file", path=(sys.argv[1],)),
+        optim=OptimConfig(warmup_steps=0),
+        train=TrainConfig(steps=1, batch_size=2, sample_chars=0),
+    ),
+    __import__("pathlib").Path(sys.argv[2]),
+)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_memory_of_a_long_text(tmp_path):
+    """Below 10 bytes for each character of a text of one line."""
+    peaks = []
+    for size in (20_000, 30_000_000):
+        path = tmp_path / f"{size}.txt"
+        path.write_text("the quick brown fox " * (size // 20), encoding="utf-8")
+        command = [sys.executable, "-c", MEMORY, str(path), str(tmp_path / f"run-{size}")]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert (peaks[1] - peaks[0]) / 30_000_000 < 10
