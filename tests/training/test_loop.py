@@ -217,7 +217,7 @@ def test_out_is_respected(trained, tiny_config, tmp_path):
         loop.train(tiny_config, trained)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("words")
-    with pytest.raises(ConfigError, match="is no run, and is left as it is"):
+    with pytest.raises(ConfigError, match="holds more than a run, and is left as it is"):
         loop.train(tiny_config, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "words"
     with pytest.raises(ConfigError, match="is a file"):
@@ -266,31 +266,26 @@ def test_signals_save(tiny_config, tmp_path, signum):
 
 def test_compiles_once_and_holds_its_memory(tiny_config, tmp_path, monkeypatch):
     """3,000 steps with log lines, evaluations with a last batch that is not full, and saves."""
-    config = with_train(
-        tiny_config, steps=3_000, accumulate=1, log_every=5, eval_every=100, save_every=500, sample_chars=0
+    config = with_train(tiny_config, steps=3_000, accumulate=1, log_every=5, eval_every=100, save_every=500)
+    process, compiled, seen = psutil.Process(), [], {}
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
     )
-    process, sizes, arrays, compiled = psutil.Process(), {}, {}, []
-    original = loop.compile_train_step
+    original = loop.Windows.batch
 
-    def compile_step(*args, **kwargs):
-        step_fn = original(*args, **kwargs)
+    def batch(windows, first, size):
+        step = first // size
+        if step in (300, 2_999):
+            seen[step] = (process.memory_info().rss, len(jax.live_arrays()), len(compiled))
+        return original(windows, first, size)
 
-        def counted(state, batch):
-            counted.calls += 1
-            if counted.calls in (300, 3_000):
-                sizes[counted.calls] = process.memory_info().rss
-                arrays[counted.calls] = len(jax.live_arrays())
-            return step_fn(state, batch)
-
-        counted.calls = 0
-        compiled.append(step_fn)
-        return counted
-
-    monkeypatch.setattr(loop, "compile_train_step", compile_step)
+    monkeypatch.setattr(loop.Windows, "batch", batch)
     loop.train(config, tmp_path / "a")
-    assert [f._cache_size() for f in compiled] == [1]
-    assert sizes[3_000] - sizes[300] < 50e6
-    assert abs(arrays[3_000] - arrays[300]) <= 30  # the metrics of at most a few steps wait to be logged
+    (early_size, early_arrays, early_compiled), (size, arrays, count) = seen[300], seen[2_999]
+    assert early_compiled > 0
+    assert count == early_compiled
+    assert size - early_size < 50e6
+    assert abs(arrays - early_arrays) <= 30  # the metrics of at most a few steps wait to be logged
 
 
 MEMORY = """

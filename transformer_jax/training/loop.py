@@ -5,7 +5,7 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformer_jax.nn import create_model
 from transformer_jax.training import runs, sharding
 from transformer_jax.training.checkpoint import Metadata
 from transformer_jax.training.evaluate import Evaluator, bits
-from transformer_jax.training.metrics import MetricLog, Terminal
+from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.step import TrainState, all_finite, compile_train_step, init_state
 
 MAY_CHANGE = (
@@ -136,7 +136,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         count = sum(x.size for x in jax.tree.leaves(state.params))
         terminal.say(f"model      {config.model.architecture}, {count:,} parameters")
         terminal.say(f"run        {out}" + (f", resumed at step {int(state.step)}" if resume else ""))
-        state, examples, seconds = _train_steps(session, state, examples, seconds)
+        state, seconds = _train_steps(session, state, examples, seconds)
         return _finish(session, state, seconds)
 
 
@@ -173,52 +173,20 @@ def _with_rates(config: Config, state: TrainState) -> TrainState:
     return state.replace(opt_state=(clip, injected._replace(hyperparams=hyperparams), schedule))
 
 
-def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, int, float]:
-    """The loop. Returns the last state, the examples seen and the seconds spent, all runs of it together."""
-    config, corpus, run, placement = session.config, session.corpus, session.run, session.placement
-    settings = config.train
+def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, float]:
+    """Makes the steps that are left. Returns the last state, and the seconds spent on all steps of the run."""
+    config, corpus, placement = session.config, session.corpus, session.placement
+    settings, checkpoints = config.train, session.run.checkpoints
     windows = Windows(corpus.split("train"), config.model.context, settings.seed)
     eval_ids = corpus.split("tune")[: settings.eval_chars + 1]
-    rows = placement.rows
     step_fn = compile_train_step(
         config,
-        in_shardings=(placement.replicated, {"inputs": rows, "targets": rows, "weights": rows}),
+        in_shardings=(placement.replicated, placement.rows),
         out_shardings=(placement.replicated, placement.replicated),
     )
-    checkpoints = run.checkpoints
     step = int(state.step)
-    log = MetricLog(run.metrics, after=step)
-    pending: list[tuple[int, Any]] = []
-    started = time.monotonic()
-    paused = 0.0
-    mark_time, mark_step = started, step
-
-    def flush(items: list[tuple[int, Any]], val_loss: float | None = None) -> None:
-        """Fetches the metrics of finished steps, stops the run where they are not finite, and logs those due."""
-        nonlocal mark_time, mark_step
-        values = jax.device_get([metrics for _, metrics in items])
-        for (number, _), figures in zip(items, values, strict=True):
-            _refuse_nonfinite(number, figures, checkpoints.steps())
-        if not items:
-            return
-        now, last = time.monotonic(), items[-1][0]
-        per_step = (now - mark_time) / max(last - mark_step, 1)
-        mark_time, mark_step = now, last
-        for (number, _), figures in zip(items, values, strict=True):
-            evaluated = val_loss is not None and number == last
-            if evaluated or number == 1 or number % settings.log_every == 0:
-                record = {
-                    "step": number,
-                    **{name: float(figures[name]) for name in ("loss", "learning_rate", "grad_norm")},
-                    "tokens_per_second": settings.batch_size * config.model.context / max(per_step, 1e-9),
-                }
-                if evaluated:
-                    record["val_loss"] = val_loss
-                log.write(record)
-                session.terminal.step({**record, "seconds_per_step": per_step}, settings.steps)
-
-    def spent() -> float:
-        return seconds + time.monotonic() - started - paused
+    clock = Clock(seconds)
+    reporter = _Reporter(session, clock, step)
 
     def save(val_loss: float | None) -> None:
         if not all_finite(state):
@@ -227,53 +195,100 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
                 f"{max(checkpoints.steps(), default=None)}; lower --optim.learning-rate"
             )
         source = {"name": corpus.name, "sha256": corpus.sha256}
-        checkpoints.save(state, Metadata(step, examples, spent(), val_loss, config, corpus.vocab, source))
+        checkpoints.save(state, Metadata(step, examples, clock.read(), val_loss, config, corpus.vocab, source))
         checkpoints.prune(settings.keep)
 
     if not checkpoints.steps():
         save(None)  # before training: an unwritable folder is found now
-    first = True
     with _signals() as received, session.terminal.progress(settings.steps, step):
-        mark_time = time.monotonic()
+        if step < settings.steps:
+            with clock.paused():
+                began = time.monotonic()
+                batch = placement.place(windows.batch(examples, settings.batch_size))
+                step_fn = step_fn.lower(state, batch).compile()
+                session.terminal.say(f"compiled   the training step in {time.monotonic() - began:.1f} s")
         while step < settings.steps:
             batch = placement.place(windows.batch(examples, settings.batch_size))
             state, metrics = step_fn(state, batch)
             step, examples = step + 1, examples + settings.batch_size
-            pending.append((step, metrics))
-            if first:
-                jax.block_until_ready(metrics)
-                session.terminal.say(f"started    first step done {time.monotonic() - started:.1f} s after set-up")
-                mark_time, mark_step, first = time.monotonic(), step, False
+            reporter.add(step, metrics)
             stop = bool(received)  # looked at once: a signal that comes while this step is saved stops the next one
-            at_end = step == settings.steps or stop
-            evaluates = step % settings.eval_every == 0 or step % settings.save_every == 0 or step == settings.steps
-            if evaluates or at_end:
-                pause = time.monotonic()
-                flush(pending[:-1])
-                val_loss = session.evaluator.loss(state.eval_params, eval_ids) if evaluates else None
-                flush(pending[-1:], val_loss)
-                pending.clear()
-                if at_end or step % settings.save_every == 0:
-                    save(val_loss)
-                now = time.monotonic()
-                paused += now - pause
-                mark_time, mark_step = now, step
+            saves = stop or step % settings.save_every == 0 or step == settings.steps
+            evaluates = step % settings.eval_every == 0 or (saves and not stop)
+            if evaluates or saves:
+                jax.block_until_ready(metrics)
+                with clock.paused():
+                    val_loss = session.evaluator.loss(state.eval_params, eval_ids) if evaluates else None
+                    reporter.flush(val_loss)
+                    if saves:
+                        save(val_loss)
             elif (step - 1) % settings.log_every == 0:
                 # The step before is logged now that this one is under way: the device never waits for a log line.
-                flush(pending[:-1])
-                del pending[:-1]
+                reporter.flush(leave=1)
             if stop:
                 raise Interrupted(received[0])
-    return state, examples, spent()
+    return state, clock.read()
 
 
-def _refuse_nonfinite(step: int, figures: dict[str, Any], saved: list[int]) -> None:
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(figures[name]):
-            what = {"loss": "the loss", "grad_norm": "the gradient norm"}[name]
+class _Reporter:
+    """Fetches the metrics of steps late, logs those that are due, and stops a run whose numbers are lost.
+
+    Args:
+      session: Of the run.
+      clock: Runs while training does.
+      step: Updates made so far.
+    """
+
+    def __init__(self, session: _Session, clock: Clock, step: int) -> None:
+        self._session = session
+        self._settings = session.config.train
+        self._log = MetricLog(session.run.metrics, after=step)
+        self._clock = clock
+        self._mark = clock.read(), step
+        self._pending: list[tuple[int, Any]] = []
+
+    def add(self, step: int, metrics: Any) -> None:
+        """Takes the metrics of a step, which may still be under way."""
+        self._pending.append((step, metrics))
+
+    def flush(self, val_loss: float | None = None, leave: int = 0) -> None:
+        """Handles all steps but the newest `leave`; val_loss belongs to the last of these.
+
+        Raises:
+          TransformerJaxError: Naming the first step whose loss or gradient norm is not finite.
+        """
+        count = len(self._pending) - leave
+        items, self._pending = self._pending[:count], self._pending[count:]
+        if not items:
+            return
+        fetched = jax.device_get([metrics for _, metrics in items])
+        records = [
+            {"step": step, **{name: float(figures[name]) for name in ("loss", "learning_rate", "grad_norm")}}
+            for (step, _), figures in zip(items, fetched, strict=True)
+        ]
+        for record in records:
+            _refuse_nonfinite(record, self._session.run.checkpoints.steps)
+        last = records[-1]["step"]
+        (before, first), self._mark = self._mark, (self._clock.read(), last)
+        seconds_per_step = max(self._mark[0] - before, 1e-9) / max(last - first, 1)
+        characters = self._settings.batch_size * self._session.config.model.context
+        for record in records:
+            evaluated = val_loss is not None and record["step"] == last
+            if evaluated or record["step"] == 1 or record["step"] % self._settings.log_every == 0:
+                record["tokens_per_second"] = characters / seconds_per_step
+                if evaluated:
+                    record["val_loss"] = val_loss
+                self._log.write(record)
+                left = (self._settings.steps - record["step"]) * seconds_per_step
+                self._session.terminal.step(record, self._settings.steps, left)
+
+
+def _refuse_nonfinite(record: dict[str, Any], saved: Callable[[], list[int]]) -> None:
+    for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+        if not math.isfinite(record[name]):
             raise TransformerJaxError(
-                f"{what} became {float(figures[name])} at step {step} (learning rate "
-                f"{float(figures['learning_rate']):.3g}); the newest checkpoint is {max(saved, default=None)}; "
+                f"{what} became {record[name]} at step {record['step']} (learning rate {record['learning_rate']:.3g}); "
+                f"the newest checkpoint is {max(saved(), default=None)}; "
                 "lower --optim.learning-rate or set --optim.clip-norm"
             )
 

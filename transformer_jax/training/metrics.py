@@ -87,19 +87,44 @@ class Terminal:
             finally:
                 self._progress = None
 
-    def step(self, record: dict[str, Any], total: int) -> None:
+    def step(self, record: dict[str, Any], total: int, seconds_left: float) -> None:
         """Shows the figures of a step."""
         figures = (
             f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} chars/s"
         )
-        evaluated = f"  val {record['val_loss']:.4f}" if "val_loss" in record else ""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record["step"], figures=figures)
+        evaluated = f"  val {record['val_loss']:.4f}" if "val_loss" in record else ""
         now = time.monotonic()
-        if evaluated or (self._progress is None and (now - self._said > _QUIET_SECONDS or record["step"] == total)):
-            left = (total - record["step"]) * record["seconds_per_step"]
-            self.say(f"step {record['step']:>6}/{total}  {figures}{evaluated}  {_clock(left)} left")
+        quiet = self._progress is not None or (now - self._said < _QUIET_SECONDS and record["step"] < total)
+        if evaluated or not quiet:
+            self.say(f"step {record['step']:>6}/{total}  {figures}{evaluated}  {_clock(seconds_left)} left")
             self._said = now
+
+
+class Clock:
+    """Seconds spent training: runs, but for what is done inside `paused`.
+
+    Args:
+      seconds: Spent by earlier parts of the run.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._spent = seconds
+        self._since: float | None = time.monotonic()
+
+    def read(self) -> float:
+        """The seconds so far."""
+        return self._spent + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock for a block."""
+        self._spent, self._since = self.read(), None
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()
 
 
 def _clock(seconds: float) -> str:

@@ -98,7 +98,7 @@ def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunF
                     f"{path} exists already; add --resume to go on, --overwrite to replace, or another --out"
                 )
             if not is_run(path):
-                raise ConfigError(f"{path} is no run, and is left as it is; choose another --out")
+                raise ConfigError(f"{path} holds more than a run, and is left as it is; choose another --out")
             shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
         run = RunFolder(path)
@@ -110,8 +110,10 @@ def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunF
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
-    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+    """Whether a folder holds a run, perhaps an unfinished one, and nothing else."""
+    run = RunFolder(path)
+    ours = {p.name for p in (run.config, run.vocab, run.metrics, run.summary, run.samples)} | {"checkpoints"}
+    return run.config.is_file() and {p.name for p in path.iterdir()} <= ours
 
 
 def abstract_state(config: Config) -> TrainState:
