@@ -163,6 +163,29 @@ def test_sample_refuses(capsys, trained, args, said):
     assert said in refused(capsys, "sample", trained, *args)
 
 
+def test_writing_to_nowhere(capsys, trained, tmp_path):
+    assert "does not exist; make it first" in refused(capsys, "sample", trained, "--out", tmp_path / "no" / "s.txt")
+    err = refused(capsys, "sample", trained, "--tokens", 1, "--prompt", "the", "--out", tmp_path)
+    assert str(tmp_path) in err
+    assert "seed must be between" in refused(capsys, "sample", trained, "--seed", 10**20)
+
+
+def test_a_run_named_checkpoints(capsys, config_file, tmp_path):
+    out = tmp_path / "checkpoints"
+    for _ in range(2):
+        assert run(capsys, "train", "--config", config_file, "--out", out, "--train.steps", 1, "--overwrite")[0] == 0
+    assert (out / "checkpoints" / "1").is_dir()
+    assert run(capsys, "sample", out, "--tokens", 3)[0] == 0
+
+
+def test_the_config_of_a_run_begins_another(capsys, trained, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("quite another text\n" * 50)
+    out = tmp_path / "run"
+    assert run(capsys, "train", "--config", trained / "config.json", "--data.path", other, "--out", out)[0] == 0
+    assert json.loads((out / "config.json").read_text())["model"]["vocab_size"] == len(set(other.read_text()))
+
+
 def test_runs_that_are_none(capsys, tmp_path):
     for command in ("sample", "evaluate"):
         assert "does not exist" in refused(capsys, command, tmp_path / "no")
@@ -238,6 +261,7 @@ def shell(args, **environment):
     )
 
 
+@pytest.mark.slow
 def test_text_that_the_console_cannot_show(tmp_path, tiny_config):
     path = tmp_path / "accents.txt"
     path.write_text("é😀ü ñ\n" * 200, encoding="utf-8")
@@ -253,12 +277,23 @@ def test_text_that_the_console_cannot_show(tmp_path, tiny_config):
     assert len((tmp_path / "s.txt").read_text(encoding="utf-8")) == 32
 
 
-def test_a_platform_that_is_not_there(config_file, tmp_path):
-    done = shell(["train", "--config", config_file, "--out", tmp_path / "run"], JAX_PLATFORMS="cuda")
+@pytest.mark.parametrize("command", ["train", "sample"])
+def test_a_platform_that_is_not_there(command, config_file, trained, tmp_path):
+    args = ["--config", config_file, "--out", tmp_path / "run"] if command == "train" else [trained]
+    done = shell([command, *args], JAX_PLATFORMS="cuda")
     assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1].startswith("error: no device for JAX_PLATFORMS=cuda")
 
 
+@pytest.mark.slow
+def test_a_reader_that_has_enough(trained):
+    command = f"{sys.executable} -m transformer_jax.cli sample {trained} --tokens 20000 | head -c 20"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=True, cwd=ROOT)
+    assert len(done.stdout) == 20
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_compile_cache(config_file, tmp_path):
     """A second start finds every program; "off" writes none."""
 

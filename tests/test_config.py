@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from transformer_jax.config import differences, from_dict, to_dict
+from transformer_jax.config import differences, from_dict, resolve, to_dict, unresolve
 from transformer_jax.errors import ConfigError, TransformerJaxError
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
@@ -109,6 +109,13 @@ def test_hostile_json_gives_a_config_or_an_error(values):
     except TransformerJaxError:
         return
     assert isinstance(config, Config)
+
+
+def test_the_config_of_a_run_can_begin_another():
+    config = Config(train=TrainConfig(steps=500))
+    assert unresolve(resolve(config, 65)) == config
+    fixed = dataclasses.replace(config, optim=OptimConfig(decay_steps=900))
+    assert unresolve(resolve(fixed, 65)) == fixed
 
 
 def test_differences():

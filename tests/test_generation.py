@@ -136,6 +136,17 @@ def test_filters_keep_the_right_set():
     assert seen(temperature=0.5)[1] == pytest.approx(cold[1], abs=0.03)
 
 
+def test_no_limit_is_no_limit():
+    """Float32 sums reach 1 before the last symbols: top_p 1 must keep them all the same."""
+    logits = jnp.tile(jnp.array([20.0, 20.0, 0.0, 0.0]), (1, 1))
+    keys = jax.random.split(jax.random.key(0), 1)
+    ranked = np.asarray(jax.nn.softmax(logits))
+    assert ranked[0, 3] < 1e-8
+    hot = filters(temperature=1e8, top_k=4)
+    drawn = {int(draw(jax.random.split(k, 1), logits, hot)[0]) for k in jax.random.split(keys[0], 60)}
+    assert drawn == {0, 1, 2, 3}
+
+
 def test_ties_go_to_the_lower_id():
     logits = jnp.zeros((1, 5))
     keys = jax.random.split(jax.random.key(0), 1)
@@ -181,6 +192,7 @@ def test_compiles_once_whatever_the_length():
         ({"top_p": 1.5}, "top_p .* got 1.5"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
         ({"tokens": 0}, "num_tokens must be at least 1"),
+        ({"seed": 2**32}, "seed must be between 0 and 4294967295"),
     ],
 )
 def test_settings_out_of_range(kwargs, said):
@@ -189,7 +201,14 @@ def test_settings_out_of_range(kwargs, said):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "said"), [([[]], "is empty"), ([], "no prompt"), ([[9]], r"\[0, 9\)"), ([[-1]], "-1")]
+    ("prompts", "said"),
+    [
+        ([[]], "is empty"),
+        ([], "no prompt"),
+        ([[9]], r"\[0, 9\)"),
+        ([[-1]], "-1"),
+        ([[0.9, 2.7]], "must hold whole numbers, got float64"),
+    ],
 )
 def test_prompts_that_cannot_be_used(prompts, said):
     with pytest.raises(DataError, match=said):

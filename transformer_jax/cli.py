@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import runpy
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from transformer_jax.config import Config, ConfigError, field_names, from_dict, unknown
+from transformer_jax.config import Config, ConfigError, field_names, from_dict, unknown, unresolve
 from transformer_jax.data.batches import SPLITS
 from transformer_jax.errors import CheckpointError, TransformerJaxError
 
@@ -107,6 +108,14 @@ def main(args: list[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return _USAGE_STATUS
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if debug:
+            raise
+        print(f"error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        return _USAGE_STATUS
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -117,7 +126,13 @@ def _help(commands: dict[str, Any]) -> str:
         f"  {name:<10}{_first_line(kind)}" for name, kind in zip(commands, (_Where, _Sample, _Evaluate), strict=True)
     ]
     return "\n".join(
-        ["usage: transformer-jax COMMAND [options]", "", *lines, "", "COMMAND --help lists the options of each."]
+        [
+            "usage: transformer-jax COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "COMMAND --help lists the options of each; --debug shows where an error comes from.",
+        ]
     )
 
 
@@ -150,9 +165,12 @@ def _train(args: list[str]) -> int:
     try:
         loop.train(config, out, resume=where.resume, overwrite=where.overwrite)
     except loop.Interrupted as interrupted:
-        print(f"\n{interrupted}: saved; go on with: transformer-jax train --out {out} --resume", flush=True)
+        print(
+            f"\n{interrupted}: saved; go on with: transformer-jax train --out {shlex.quote(str(out))} --resume",
+            flush=True,
+        )
         return 128 + interrupted.signum
-    cache = ", ".join(f"{counts[name]} {name}" for name in ("hits", "misses")) if counts else "off"
+    cache = "off" if counts is None else ", ".join(f"{counts[name]} {name}" for name in ("hits", "misses"))
     print(f"took       {time.monotonic() - started:.1f} s in all; compile cache: {cache}")
     return 0
 
@@ -163,13 +181,14 @@ def _sample(args: list[str]) -> int:
     from transformer_jax.data.corpora import normalise_line_ends
     from transformer_jax.generation import check_settings, generate
     from transformer_jax.nn import create_model
-    from transformer_jax.training.loop import default_prompt
     from transformer_jax.training.runs import load_run
 
-    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.num_samples)
+    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.num_samples, options.seed)
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {options.out} lies in a folder that does not exist; make it first")
     compile_cache.enable()
     run = load_run(options.run, options.step, _note)
-    prompt = default_prompt(run.vocab) if options.prompt is None else normalise_line_ends(options.prompt)
+    prompt = run.vocab.start if options.prompt is None else normalise_line_ends(options.prompt)
     if options.prompt is None:
         _note(f"no --prompt: going on from {prompt!r}")
     ids = run.vocab.encode(prompt) if prompt else []
@@ -190,7 +209,6 @@ def _sample(args: list[str]) -> int:
         run.params,
         [ids],
         options.tokens,
-        context=context,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -265,7 +283,7 @@ def load_config(path: Path) -> Config:
         raise ConfigError(f"no config file at {path}; it is a Python file that sets CONFIG, or a run's config.json")
     try:
         if path.suffix == ".json":
-            return from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return unresolve(from_dict(json.loads(path.read_text(encoding="utf-8"))))
         found = runpy.run_path(str(path)).get("CONFIG")
     except TypeError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
@@ -317,7 +335,7 @@ def _note(text: str) -> None:
 
 
 def _prog(command: str) -> str:
-    return f"{os.path.basename(sys.argv[0])} {command}" if sys.argv[0].endswith("transformer-jax") else "train.py"
+    return "train.py" if Path(sys.argv[0]).name == "train.py" else f"transformer-jax {command}"
 
 
 if __name__ == "__main__":

@@ -261,7 +261,8 @@ class TrainConfig:
       steps: Updates of the whole run.
       batch_size: Windows per update (B), over all devices and accumulation steps.
       accumulate: Pieces a batch is cut into; their gradients are added, weighted by real tokens.
-      log_every, eval_every, save_every: Updates between log lines, evaluations and checkpoints.
+      log_every, eval_every, save_every: Updates between log lines, evaluations and checkpoints; each checkpoint is
+        evaluated too.
       eval_chars: Characters of the validation text used while training; the end uses all of it.
       keep: Newest checkpoints kept, besides the best.
       seed: Of parameters, data order and dropout. 0 is a seed like any other.
@@ -324,9 +325,10 @@ class Config:
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
         end = self.optim.decay_steps or self.train.steps
         if self.optim.warmup_steps > end:
+            longer = "--train.steps" if self.optim.decay_steps is None else "--optim.decay-steps"
             raise ConfigError(
                 f"optim.warmup_steps {self.optim.warmup_steps} is longer than the schedule's {end} steps; "
-                f"lower --optim.warmup-steps or raise --train.steps"
+                f"lower --optim.warmup-steps or raise {longer}"
             )
 
 
@@ -343,6 +345,16 @@ def resolve(config: Config, vocab_size: int) -> Config:
         config,
         model=dataclasses.replace(config.model, vocab_size=vocab_size),
         optim=dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or config.train.steps),
+    )
+
+
+def unresolve(config: Config) -> Config:
+    """Takes back what `resolve` filled in, so that the config of a run can begin another."""
+    decay_steps = None if config.optim.decay_steps == config.train.steps else config.optim.decay_steps
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=None),
+        optim=dataclasses.replace(config.optim, decay_steps=decay_steps),
     )
 
 

@@ -76,7 +76,7 @@ def draw(keys: jax.Array, logits: jax.Array, filters: Filters) -> jax.Array:
     ranked = jnp.where(rank < filters.top_k, ranked, -jnp.inf)
     probabilities = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    ranked = jnp.where((before < filters.top_p) | (rank == 0), ranked, -jnp.inf)
+    ranked = jnp.where((before < filters.top_p) | (rank == 0) | (filters.top_p >= 1), ranked, -jnp.inf)
     drawn = jax.vmap(jax.random.categorical)(keys, ranked)
     place = jnp.where(filters.temperature < _GREEDY_BELOW, 0, drawn)
     return jnp.take_along_axis(order, place[:, None], axis=-1)[:, 0].astype(jnp.int32)
@@ -88,7 +88,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     *,
-    context: int,
+    context: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -107,7 +107,7 @@ def generate(
       params: Its parameters.
       prompts: Rows of ids, each with at least one.
       num_tokens: New tokens for each row.
-      context: Most tokens in a window.
+      context: Most tokens in a window; None means the model's context.
       temperature: Divides the logits; 0 is arg max.
       top_k: Draw from the k most likely symbols; None, or any number above V, from all.
       top_p: Draw from the fewest symbols with this much probability, in (0, 1].
@@ -123,7 +123,8 @@ def generate(
       DataError: For an empty prompt or unknown ids.
       TransformerJaxError: If the model gives logits that are not finite.
     """
-    check_settings(num_tokens, temperature, top_k, top_p, num_samples)
+    check_settings(num_tokens, temperature, top_k, top_p, num_samples, seed)
+    context = model.context if context is None else context
     _check_prompts(prompts, context, model.vocab_size)
     filters = Filters(
         jnp.float32(temperature), jnp.int32(min(top_k or model.vocab_size, model.vocab_size)), jnp.float32(top_p)
@@ -229,7 +230,9 @@ def _padded(prompts: Sequence[Sequence[int]], context: int) -> tuple[jax.Array, 
     return jnp.asarray(ids), jnp.asarray(valid)
 
 
-def check_settings(num_tokens: int, temperature: float, top_k: int | None, top_p: float, num_samples: int) -> None:
+def check_settings(
+    num_tokens: int, temperature: float, top_k: int | None, top_p: float, num_samples: int, seed: int
+) -> None:
     """Refuses what `generate` cannot do, before anything is loaded.
 
     Raises:
@@ -242,6 +245,8 @@ def check_settings(num_tokens: int, temperature: float, top_k: int | None, top_p
         raise ConfigError(f"temperature must be at least 0 (0 is arg max), got {temperature}")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k must be at least 1, got {top_k}; leave it out to draw from all symbols")
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be between 0 and {2**32 - 1}, got {seed}")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}")
 
@@ -254,6 +259,8 @@ def _check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: i
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise DataError(f"prompt {number} is empty: a model needs at least one symbol to go on from")
+        if not np.issubdtype(np.asarray(prompt).dtype, np.integer):
+            raise DataError(f"prompt {number} must hold whole numbers, got {np.asarray(prompt).dtype}")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise DataError(
                 f"prompt {number} has ids from {min(prompt)} to {max(prompt)}, not all in [0, {vocab_size})"

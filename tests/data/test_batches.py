@@ -82,5 +82,12 @@ def test_text_too_short(tmp_path):
     assert len(corpus_of(tmp_path, "ab" * 25).split("validation")) == 5
 
 
+def test_halves_without_a_target(tmp_path):
+    """A context of 1 needs 2 characters of validation text, and each half of it a target."""
+    with pytest.raises(DataError, match="validation part"):
+        corpus_of(tmp_path, "ab" * 10, context=1)
+    assert len(corpus_of(tmp_path, "ab" * 20, context=1).split("tune")) == 2
+
+
 def test_one_symbol(tmp_path):
     assert len(corpus_of(tmp_path, "a" * 500).vocab) == 1

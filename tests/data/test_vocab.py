@@ -32,6 +32,11 @@ def test_long_texts_are_encoded_in_pieces():
     np.testing.assert_array_equal(Vocab.from_text(text).encode(text)[-3:], [0, 1, 2])
 
 
+def test_start():
+    assert Vocab("\nab").start == "\n"
+    assert Vocab("ab").start == "a"
+
+
 @pytest.mark.parametrize(("text", "said"), [("abé", r"'é' \(position 2\)"), ("Z", r"'Z' \(position 0\)")])
 def test_unknown_characters(text, said):
     with pytest.raises(DataError, match=said):

@@ -84,6 +84,15 @@ def test_embedding_never_wraps_or_gives_nan():
     np.testing.assert_array_equal(out, [[0, 1], [0, 1], [4, 5], [4, 5]])
 
 
+def test_embedding_gradients_add_up_in_float32():
+    """In bfloat16 the sum for a symbol that occurs often would stop growing."""
+    table = Embedding(2, 1)
+    params = {"params": {"embedding": jnp.ones((2, 1))}}
+    ids = jnp.zeros((16, 256), jnp.int32)
+    grads = jax.grad(lambda p: jnp.sum(table.apply(p, ids, jnp.bfloat16).astype(jnp.float32)))(params)
+    assert float(grads["params"]["embedding"][0, 0]) == 4096
+
+
 @pytest.mark.parametrize(("layers", "std"), [(12, 0.004082), (6, 0.005774)])
 def test_gpt2_residual_scaling(layers, std):
     inits = INITS["gpt2"](layers)

@@ -175,6 +175,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_each_field_changes_the_output():
     """A field that does nothing is a lie. Parameters start from one seed, perturbed so that biases count."""
 

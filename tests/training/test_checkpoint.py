@@ -1,5 +1,5 @@
-import dataclasses
 import json
+import random
 import shutil
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_relative_paths(state, tmp_path, monkeypatch):
 
 def test_foreign_and_unfinished_folders_do_not_count(state, tmp_path):
     checkpoints = saved(tmp_path, state, 5)
-    for name in ("9", "7.orbax-checkpoint-tmp", "notes", "007"):
+    for name in ("9", "9.orbax-checkpoint-tmp", "notes", "007"):
         (tmp_path / name).mkdir()
     (tmp_path / "11").write_text("a file")
     assert checkpoints.steps() == [5]
@@ -189,13 +189,35 @@ def test_odd_paths(state, tmp_path):
         assert newest(Checkpoints(tmp_path / name))[0].step == 1
 
 
-def test_metadata_is_complete():
-    assert {f.name for f in dataclasses.fields(Metadata)} == {
-        "step",
-        "examples",
-        "seconds",
-        "val_loss",
-        "config",
-        "vocab",
-        "corpus",
-    }
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("damages")
+def test_every_flipped_bit_is_found(state, tmp_path):
+    """A bit flipped anywhere: our error, or a state that is the same to the last bit."""
+    saved(tmp_path / "original", state, 5)
+    draw, found = random.Random(0), 0
+    files = data_files(tmp_path / "original" / "5")
+    for number in range(25):
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / "original", copy)
+        path = copy / draw.choice(files).relative_to(tmp_path / "original")
+        content = bytearray(path.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        try:
+            meta, restored, _ = newest(Checkpoints(copy))
+        except CheckpointError:
+            found += 1
+            continue
+        jax.tree.map(np.testing.assert_array_equal, restored, state.replace(step=state.step + 5))
+        assert (meta.step, meta.config, meta.vocab) == (5, CONFIG, Vocab("abc"))
+    assert found > 5
+
+
+def test_a_value_that_changed_is_named(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    path = tmp_path / "5" / "metadata" / "metadata"
+    values = json.loads(path.read_text())
+    values["digests"]["params/head/kernel"] = "0"
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="checkpoint 5 .* params/head/kernel is not what was saved"):
+        checkpoints.restore(5, like(abstract_state(CONFIG), SHARDING))

@@ -17,6 +17,7 @@ from transformer_jax import load_run
 from transformer_jax.config import to_dict
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 from transformer_jax.training import loop, runs
+from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -91,6 +92,21 @@ def test_resume_is_exact(tiny_config, tmp_path, optimizer):
     assert meta.examples == 160
 
 
+def test_only_training_counts_as_training(tiny_config, tmp_path, monkeypatch):
+    """Not compiling, evaluating or saving, which take 2 s each time here."""
+    for kind, name in ((loop.Evaluator, "loss"), (Checkpoints, "save")):
+        original = getattr(kind, name)
+
+        def slow(*args, original=original):
+            time.sleep(2)
+            return original(*args)
+
+        monkeypatch.setattr(kind, name, slow)
+    summary = loop.train(with_train(tiny_config, steps=4, save_every=2, eval_every=1), tmp_path / "a")
+    assert summary["seconds"] < 2
+    assert all(r["tokens_per_second"] > 8 * 16 / 2 for r in read_metrics(tmp_path / "a" / "metrics.jsonl"))
+
+
 def test_seed_decides(trained, tiny_config, tmp_path):
     loop.train(tiny_config, tmp_path / "again")
     assert_same_run(trained, tmp_path / "again", tiny_config)
@@ -98,6 +114,7 @@ def test_seed_decides(trained, tiny_config, tmp_path):
     assert records(tmp_path / "other")[1]["loss"] != records(trained)[1]["loss"]  # the first is log V for all
 
 
+@pytest.mark.slow
 def test_two_processes_agree(tiny_config, tmp_path):
     """Also where Python's hashes differ."""
     config = tmp_path / "config.json"
@@ -128,6 +145,8 @@ def test_batch_size_and_rates_may_change(tiny_config, tmp_path):
     loop.train(with_train(faster, steps=6, batch_size=4), tmp_path / "a", resume=True)
     meta, _, _ = full_state(tmp_path / "a", tiny_config)
     assert meta.examples == 4 * 8 + 2 * 4
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["tokens_per_second"] == pytest.approx(meta.examples * 16 / summary["seconds"], rel=0.2)
     assert records(tmp_path / "a")[4]["learning_rate"] == pytest.approx(6e-3 * 5 / 15)
 
 
@@ -209,6 +228,9 @@ def test_divergence_stops_the_run(tiny_config, tmp_path):
         loop.train(config, tmp_path / "a")
     meta, state, _ = full_state(tmp_path / "a", config)
     assert meta.step < 5
+    good = records(tmp_path / "a")
+    assert len(good) >= 1
+    assert all(math.isfinite(r["loss"]) for r in good)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
@@ -240,6 +262,27 @@ def test_one_symbol(tiny_config, tmp_path, capsys):
     assert set((tmp_path / "a" / "samples.txt").read_text().strip()) == {"a"}
 
 
+@pytest.mark.parametrize("step", [7, 10, 20])
+def test_a_signal_changes_nothing(trained, tiny_config, tmp_path, monkeypatch, step):
+    """At any step, at one that is saved anyway, and at the last: records and best are those of the straight run."""
+    original = loop.Windows.batch
+
+    def batch(windows, first, size):
+        if first == (step - 1) * size and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(windows, first, size)
+
+    sent = [] if step > 1 else None
+    monkeypatch.setattr(loop.Windows, "batch", batch)
+    with pytest.raises(loop.Interrupted, match="SIGTERM"):
+        loop.train(tiny_config, tmp_path / "a")
+    assert full_state(tmp_path / "a", tiny_config)[0].step == step
+    loop.train(tiny_config, tmp_path / "a", resume=True)
+    assert_same_run(tmp_path / "a", trained, tiny_config)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save(tiny_config, tmp_path, signum):
     long = with_train(tiny_config, steps=100_000, eval_every=100_000, save_every=100_000, log_every=10)
@@ -264,6 +307,7 @@ def test_signals_save(tiny_config, tmp_path, signum):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_compiles_once_and_holds_its_memory(tiny_config, tmp_path, monkeypatch):
     """3,000 steps with log lines, evaluations with a last batch that is not full, and saves."""
     config = with_train(tiny_config, steps=3_000, accumulate=1, log_every=5, eval_every=100, save_every=500)
@@ -305,6 +349,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_text(tmp_path):
     """Below 10 bytes for each character of a text of one line."""
     peaks = []

@@ -47,6 +47,11 @@ def test_wsd():
     assert [shape(n, **fields) for n in (10, 50, 80, 90, 100, 120)] == pytest.approx([1, 1, 1, 0.5, 0, 0])
 
 
+def test_wsd_with_a_decay_longer_than_what_is_left():
+    fields = {"schedule": "wsd", "decay_fraction": 0.8, "final_fraction": 0.0, "warmup_steps": 50}
+    assert [shape(n, **fields) for n in (50, 75, 100)] == pytest.approx([1, 0.5, 0])
+
+
 def test_noam():
     """d^-0.5 * min(n^-0.5, n * w^-1.5), divided by its peak (d * w)^-0.5."""
     for n in (1, 5, 10, 40):

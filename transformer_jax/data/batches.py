@@ -57,12 +57,13 @@ def load_corpus(config: DataConfig, context: int) -> Corpus:
     text = load_text(config)
     vocab = Vocab.from_text(text.text)
     corpus = Corpus(text.name, vocab.encode(text.text), vocab, text.sha256)
-    for split in ("train", "validation"):
+    # Each half of the validation part needs a target too.
+    for split, least in (("train", context + 1), ("validation", max(context + 1, 4))):
         size = len(corpus.split(split))
-        if size < context + 1:
+        if size < least:
             raise DataError(
                 f"the {split} part of {text.name} has {size:,} of its {len(corpus.ids):,} characters, and one window "
-                f"needs context + 1 = {context + 1}; lower --model.context or give a longer text"
+                f"needs context + 1 = {least}; lower --model.context or give a longer text"
             )
     return corpus
 

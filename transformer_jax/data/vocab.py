@@ -37,6 +37,11 @@ class Vocab:
         return len(self.symbols)
 
     @property
+    def start(self) -> str:
+        """Where a text begins when nobody says: a line end, or the first symbol."""
+        return "\n" if "\n" in self.symbols else self.symbols[0]
+
+    @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every id."""
         return np.min_scalar_type(len(self.symbols) - 1)
@@ -58,7 +63,7 @@ class Vocab:
                 place = start + int(np.argmin(found >= 0))
                 raise DataError(
                     f"character {text[place]!r} (position {place}) is not among the {len(self)} symbols "
-                    f"of the vocabulary: {self.symbols!r}"
+                    f"of the vocabulary: {self.symbols[:100]!r}{'...' if len(self) > 100 else ''}"
                 )
             ids[start : start + _CHUNK] = found
         return ids

@@ -158,8 +158,11 @@ class Embedding(nn.Module):
         self.embedding = self.param("embedding", self.embedding_init, (self.num_embeddings, self.features))
 
     def __call__(self, ids: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-        """Int [...] -> [..., D]. Ids out of range, which a traced call cannot refuse, read the nearest row."""
-        return jnp.take(self.embedding.astype(dtype), ids, axis=0, mode="clip")
+        """Reads rows: ids int [...] -> [..., D]. Ids out of range, which a traced call cannot refuse, read the nearest.
+
+        The rows are cast after they are read, so that their gradients add up in float32.
+        """
+        return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """The tied head: [..., D] -> float32 [..., V]."""

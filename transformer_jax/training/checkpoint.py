@@ -5,6 +5,7 @@ a save that is cut off leaves a folder that no reader takes for a checkpoint.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from transformer_jax.config import Config, from_dict, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, TransformerJaxError
+from transformer_jax.training.optim import leaf_name
 
 FORMAT = 1
 """Of the metadata. A reader refuses any other."""
@@ -35,6 +38,8 @@ class Metadata:
       config: Resolved.
       vocab: Of the text.
       corpus: Name and SHA-256 of the text.
+      digests: SHA-256 of each array of the state, by its path; filled in by `Checkpoints.save`. Orbax has none, and
+        restores a flipped bit in silence.
     """
 
     step: int
@@ -44,6 +49,7 @@ class Metadata:
     config: Config
     vocab: Vocab
     corpus: Mapping[str, str]
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
 class Checkpoints:
@@ -75,14 +81,16 @@ class Checkpoints:
             "config": to_dict(metadata.config),
             "vocab": metadata.vocab.to_dict(),
             "corpus": dict(metadata.corpus),
+            "digests": digests(state),
         }
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), metadata=ocp.args.JsonSave(values))
         try:
             self._orbax.save(self.folder / str(metadata.step), args=items)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a full disk shows as almost anything
+            newest = max(self.steps(), default=None)
+            way_out = "there is no checkpoint yet" if newest is None else f"the run can be resumed from step {newest}"
             raise CheckpointError(
-                f"checkpoint {metadata.step} could not be written to {self.folder}: {_first_line(error)}; "
-                f"the run can be resumed from step {max(self.steps(), default=0)}"
+                f"checkpoint {metadata.step} could not be written to {self.folder}: {_brief(error)}; {way_out}"
             ) from error
 
     def metadata(self, step: int) -> Metadata:
@@ -108,14 +116,15 @@ class Checkpoints:
                 config=from_dict(values["config"]),
                 vocab=Vocab.from_dict(values["vocab"]),
                 corpus=dict(values["corpus"]),
+                digests=dict(values["digests"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_first_line(error)}") from error
+            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
 
     def restore(self, step: int, like: Any) -> Any:
-        """Reads a state.
+        """Reads a state and checks each array against its digest.
 
         Args:
           step: Of the checkpoint.
@@ -127,10 +136,15 @@ class Checkpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         try:
-            return self._orbax.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
+            state = self._orbax.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
         except Exception as error:
             # Orbax and TensorStore raise anything on a damaged file, with pages of text.
-            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_first_line(error)}") from error
+            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
+        expected = self.metadata(step).digests
+        wrong = [name for name, digest in digests(state).items() if expected.get(name) != digest]
+        if wrong:
+            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {wrong[0]} is not what was saved")
+        return state
 
     def newest(self, like: Any) -> tuple[Metadata, Any, list[str]]:
         """The newest checkpoint that can be read.
@@ -159,9 +173,11 @@ class Checkpoints:
 
     def prune(self, keep: int) -> None:
         """Deletes all but the newest `keep` and the best."""
-        for step in self.steps():
-            if step not in kept_steps(self._losses(), keep):
-                shutil.rmtree(self.folder / str(step))
+        losses = self._losses()
+        for step in set(losses) - kept_steps(losses, keep):
+            # Renamed first: one that is half deleted must not look like a checkpoint.
+            doomed = (self.folder / str(step)).rename(self.folder / f"{step}.deleting")
+            shutil.rmtree(doomed)
 
     def discard_after(self, step: int) -> list[int]:
         """Moves checkpoints newer than a step out of the way, so that a resumed run can write them again."""
@@ -208,6 +224,13 @@ def like(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+def digests(tree: Any) -> dict[str, str]:
+    """The SHA-256 of each array of a tree, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {leaf_name(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for path, x in leaves}
+
+
+def _brief(error: BaseException) -> str:
+    """An error in one line: its beginning, and its end, where the cause often stands."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) < 300 else f'{text[:150]} ... {text[-150:]}'}"

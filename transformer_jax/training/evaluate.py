@@ -1,5 +1,6 @@
 """Evaluation over a whole split: sums and counts, divided once."""
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ BATCH_SIZE = 64
 class Evaluator:
     """Measures the loss of a model on texts; compiles once.
 
+    Computes in float32, whatever the training: in bfloat16 the result would depend on the batch size.
+
     Args:
       config: Resolved.
       placement: The mesh.
@@ -29,7 +32,8 @@ class Evaluator:
     def __init__(self, config: Config, placement: Placement) -> None:
         self._context = config.model.context
         self._placement = placement
-        self._step = jax.jit(partial(eval_step, config))
+        model = dataclasses.replace(config.model, compute_dtype="float32")
+        self._step = jax.jit(partial(eval_step, dataclasses.replace(config, model=model)))
 
     def loss(self, params: Any, ids: np.ndarray, batch_size: int = BATCH_SIZE) -> float:
         """Nats per character of a text, by windows that do not overlap; every target counts once.

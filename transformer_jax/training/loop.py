@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 import platform
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,6 @@ import numpy as np
 
 from transformer_jax.config import Config, differences, resolve, to_dict
 from transformer_jax.data.batches import Corpus, Windows, load_corpus
-from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import ConfigError, TransformerJaxError
 from transformer_jax.generation import generate
 from transformer_jax.nn import create_model
@@ -41,7 +42,6 @@ MAY_CHANGE = (
         for name in (
             "accumulate",
             "batch_size",
-            "eval_chars",
             "eval_every",
             "keep",
             "label_smoothing",
@@ -136,8 +136,8 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         count = sum(x.size for x in jax.tree.leaves(state.params))
         terminal.say(f"model      {config.model.architecture}, {count:,} parameters")
         terminal.say(f"run        {out}" + (f", resumed at step {int(state.step)}" if resume else ""))
-        state, seconds = _train_steps(session, state, examples, seconds)
-        return _finish(session, state, seconds)
+        state, examples, seconds = _train_steps(session, state, examples, seconds)
+        return _finish(session, state, examples, seconds)
 
 
 def check_resumable(config: Config, metadata: Metadata, corpus: Corpus) -> Config:
@@ -173,8 +173,8 @@ def _with_rates(config: Config, state: TrainState) -> TrainState:
     return state.replace(opt_state=(clip, injected._replace(hyperparams=hyperparams), schedule))
 
 
-def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, float]:
-    """Makes the steps that are left. Returns the last state, and the seconds spent on all steps of the run."""
+def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, int, float]:
+    """Makes the steps that are left. Returns the last state, and the examples and seconds of the whole run."""
     config, corpus, placement = session.config, session.corpus, session.placement
     settings, checkpoints = config.train, session.run.checkpoints
     windows = Windows(corpus.split("train"), config.model.context, settings.seed)
@@ -186,7 +186,6 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
     )
     step = int(state.step)
     clock = Clock(seconds)
-    reporter = _Reporter(session, clock, step)
 
     def save(val_loss: float | None) -> None:
         if not all_finite(state):
@@ -199,7 +198,8 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
         checkpoints.prune(settings.keep)
 
     if not checkpoints.steps():
-        save(None)  # before training: an unwritable folder is found now
+        with clock.paused():
+            save(None)  # before training: an unwritable folder is found now
     with _signals() as received, session.terminal.progress(settings.steps, step):
         if step < settings.steps:
             with clock.paused():
@@ -207,27 +207,31 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
                 batch = placement.place(windows.batch(examples, settings.batch_size))
                 step_fn = step_fn.lower(state, batch).compile()
                 session.terminal.say(f"compiled   the training step in {time.monotonic() - began:.1f} s")
+        reporter = _Reporter(session, clock, step)
         while step < settings.steps:
             batch = placement.place(windows.batch(examples, settings.batch_size))
             state, metrics = step_fn(state, batch)
             step, examples = step + 1, examples + settings.batch_size
             reporter.add(step, metrics)
             stop = bool(received)  # looked at once: a signal that comes while this step is saved stops the next one
-            saves = stop or step % settings.save_every == 0 or step == settings.steps
-            evaluates = step % settings.eval_every == 0 or (saves and not stop)
-            if evaluates or saves:
+            due = step % settings.save_every == 0 or step == settings.steps
+            evaluates = due or step % settings.eval_every == 0  # never depends on a signal: best is the same without
+            if evaluates or stop:
                 jax.block_until_ready(metrics)
                 with clock.paused():
+                    reporter.refuse_nonfinite()
                     val_loss = session.evaluator.loss(state.eval_params, eval_ids) if evaluates else None
                     reporter.flush(val_loss)
-                    if saves:
+                    if due or stop:
                         save(val_loss)
             elif (step - 1) % settings.log_every == 0:
                 # The step before is logged now that this one is under way: the device never waits for a log line.
                 reporter.flush(leave=1)
             if stop:
-                raise Interrupted(received[0])
-    return state, clock.read()
+                break
+        if received:
+            raise Interrupted(received[0])
+    return state, examples, clock.read()
 
 
 class _Reporter:
@@ -245,11 +249,17 @@ class _Reporter:
         self._log = MetricLog(session.run.metrics, after=step)
         self._clock = clock
         self._mark = clock.read(), step
+        self._saved = session.run.checkpoints.steps
         self._pending: list[tuple[int, Any]] = []
 
     def add(self, step: int, metrics: Any) -> None:
         """Takes the metrics of a step, which may still be under way."""
         self._pending.append((step, metrics))
+
+    def refuse_nonfinite(self) -> None:
+        """Looks at the newest step before anything is done with its weights."""
+        if self._pending and not all(math.isfinite(x) for x in jax.device_get(self._pending[-1][1]).values()):
+            self.flush()
 
     def flush(self, val_loss: float | None = None, leave: int = 0) -> None:
         """Handles all steps but the newest `leave`; val_loss belongs to the last of these.
@@ -266,13 +276,12 @@ class _Reporter:
             {"step": step, **{name: float(figures[name]) for name in ("loss", "learning_rate", "grad_norm")}}
             for (step, _), figures in zip(items, fetched, strict=True)
         ]
-        for record in records:
-            _refuse_nonfinite(record, self._session.run.checkpoints.steps)
         last = records[-1]["step"]
         (before, first), self._mark = self._mark, (self._clock.read(), last)
         seconds_per_step = max(self._mark[0] - before, 1e-9) / max(last - first, 1)
         characters = self._settings.batch_size * self._session.config.model.context
         for record in records:
+            _refuse_nonfinite(record, self._saved)
             evaluated = val_loss is not None and record["step"] == last
             if evaluated or record["step"] == 1 or record["step"] % self._settings.log_every == 0:
                 record["tokens_per_second"] = characters / seconds_per_step
@@ -293,7 +302,7 @@ def _refuse_nonfinite(record: dict[str, Any], saved: Callable[[], list[int]]) ->
             )
 
 
-def _finish(session: _Session, state: TrainState, seconds: float) -> dict[str, Any]:
+def _finish(session: _Session, state: TrainState, examples: int, seconds: float) -> dict[str, Any]:
     """Evaluates the last and the best weights on the whole validation text, writes a sample and the summary."""
     config, corpus, run, terminal = session.config, session.corpus, session.run, session.terminal
     losses = {
@@ -307,7 +316,6 @@ def _finish(session: _Session, state: TrainState, seconds: float) -> dict[str, A
         best_loss = session.evaluator.loss(
             jax.device_put(params, session.placement.replicated), corpus.split("validation")
         )
-    characters = step * config.train.batch_size * config.model.context
     device = session.placement.mesh.devices.flatten()[0]
     summary = {
         "val_loss": losses["validation"],
@@ -317,7 +325,7 @@ def _finish(session: _Session, state: TrainState, seconds: float) -> dict[str, A
         "best_val_loss": best_loss,
         "best_step": step if best is None else best,
         "steps": step,
-        "tokens_per_second": characters / seconds if seconds else 0.0,
+        "tokens_per_second": examples * config.model.context / seconds if seconds else 0.0,
         "seconds": seconds,
         "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
         "device": f"{session.placement.mesh.size} x {device.device_kind}",
@@ -333,26 +341,20 @@ def _finish(session: _Session, state: TrainState, seconds: float) -> dict[str, A
         f"(first half {losses['tune']:.4f}, second half {losses['test']:.4f}, best checkpoint {best_loss:.4f})"
     )
     if config.train.sample_chars:
-        prompt = default_prompt(corpus.vocab)
+        prompt = corpus.vocab.start
         ids = generate(
             create_model(config.model),
-            jax.device_put(state.eval_params, device),
+            state.eval_params,
             [corpus.vocab.encode(prompt)],
             config.train.sample_chars,
-            context=config.model.context,
             temperature=0.8,
             seed=config.train.seed,
         )
         text = prompt + corpus.vocab.decode(ids[0])
         run.samples.write_text(text + "\n", encoding="utf-8")
         terminal.say(f"sample{text if text.startswith(chr(10)) else chr(10) + text}\n")
-    terminal.say(f'more       transformer-jax sample {run.path} --prompt "..."')
+    terminal.say(f'more       transformer-jax sample {shlex.quote(str(run.path))} --prompt "..."')
     return summary
-
-
-def default_prompt(vocab: Vocab) -> str:
-    """Where a text begins when nobody says: a line end, or the vocabulary's first symbol."""
-    return "\n" if "\n" in vocab.symbols else vocab.symbols[0]
 
 
 @contextmanager
@@ -363,6 +365,7 @@ def _signals() -> Iterator[list[int]]:
 
     def receive(signum: int, frame: Any) -> None:
         received.append(signum)
+        os.write(2, b"\nstopping: the state is saved first; once more stops at once\n")
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -60,13 +60,16 @@ class Terminal:
         if hasattr(sys.stdout, "reconfigure"):
             # Text that the terminal's encoding lacks is escaped: a run must not die of its own sample.
             sys.stdout.reconfigure(errors="backslashreplace")
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, emoji=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._said = 0.0
 
     def say(self, text: str) -> None:
-        """Prints a line, above the live line where there is one."""
-        self._console.print(text, markup=False)
+        """Prints text as it is, above the live line where there is one."""
+        if self._progress is None:
+            print(text, file=self._console.file, flush=True)
+        else:
+            self._console.out(text, highlight=False)
 
     @contextmanager
     def progress(self, total: int, done: int) -> Iterator[None]:

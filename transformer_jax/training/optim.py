@@ -30,8 +30,8 @@ def schedule_shape(config: OptimConfig) -> optax.Schedule:
     elif config.schedule == "cosine":
         after = optax.cosine_decay_schedule(1.0, rest, alpha=config.final_fraction)
     else:
-        decay = round(config.decay_steps * config.decay_fraction)
-        after = optax.linear_schedule(1.0, config.final_fraction, decay, transition_begin=max(rest - decay, 0))
+        decay = min(round(config.decay_steps * config.decay_fraction), rest)
+        after = optax.linear_schedule(1.0, config.final_fraction, decay, transition_begin=rest - decay)
     if warmup == 0:
         return lambda count: after(count + 1)
     rise = optax.linear_schedule(0.0, 1.0, warmup)

@@ -15,6 +15,7 @@ from transformer_jax.config import Config, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, like
+from transformer_jax.training.sharding import find_devices
 from transformer_jax.training.step import TrainState, init_state
 
 
@@ -100,8 +101,8 @@ def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunF
             if not is_run(path):
                 raise ConfigError(f"{path} holds more than a run, and is left as it is; choose another --out")
             shutil.rmtree(path)
-        path.mkdir(parents=True, exist_ok=True)
         run = RunFolder(path)
+        (path / "checkpoints").mkdir(parents=True)
         write_json(run.config, to_dict(config))
         write_json(run.vocab, vocab.to_dict())
     except OSError as error:
@@ -113,7 +114,8 @@ def is_run(path: Path) -> bool:
     """Whether a folder holds a run, perhaps an unfinished one, and nothing else."""
     run = RunFolder(path)
     ours = {p.name for p in (run.config, run.vocab, run.metrics, run.summary, run.samples)} | {"checkpoints"}
-    return run.config.is_file() and {p.name for p in path.iterdir()} <= ours
+    left_overs = {p.with_suffix(".part").name for p in (run.config, run.metrics, run.summary)}
+    return run.config.is_file() and {p.name for p in path.iterdir()} <= ours | left_overs
 
 
 def abstract_state(config: Config) -> TrainState:
@@ -143,7 +145,7 @@ def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Cal
     checkpoints = folder.checkpoints
     if not checkpoints.steps():
         raise CheckpointError(f"no checkpoint in {path}: it holds no run, or the run wrote nothing yet")
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(find_devices()[0])
 
     def part(metadata: Metadata) -> dict[str, Any]:
         state = abstract_state(metadata.config)
@@ -151,7 +153,8 @@ def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Cal
         return {name: like(getattr(state, name), sharding)}
 
     if step == "best":
-        step = checkpoints.best() or "last"
+        best = checkpoints.best()
+        step = "last" if best is None else best
     if step == "last":
         metadata, state, skipped = checkpoints.newest(part)
         for line in skipped:
