@@ -30,5 +30,5 @@ CONFIG = Config(
         final_fraction=0.1,
         clip_norm=1.0,
     ),
-    train=TrainConfig(steps=2_000, batch_size=12),
+    train=TrainConfig(steps=2_000, batch_size=12, average_decay=None),
 )

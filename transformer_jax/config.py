@@ -92,7 +92,8 @@ class ModelConfig:
       num_heads: Query heads (H); d_model must be divisible by it.
       num_kv_heads: Key and value heads (G), a divisor of num_heads; None means num_heads. 1 is multi-query.
       num_layers: Blocks in the stack.
-      d_ff: Hidden width of the feed-forward (F); None means 4 * d_model.
+      d_ff: Hidden width of the feed-forward (F); None means 4 * d_model, or 8/3 of it for "swiglu", whose third map
+        then takes as many parameters as the wider ones save (Shazeer 2020, section 3.2).
       positions: How order enters the model.
       rotary_base: Longest wavelength of rotary positions is about 2 pi times this.
       norm: Which normalisation the sub-layers use.
@@ -135,7 +136,7 @@ class ModelConfig:
     attention: Attention = "full"
     qk_norm: bool = True
     window: int | None = None
-    feed_forward: FeedForwardKind = "relu2"
+    feed_forward: FeedForwardKind = "swiglu"
     residual: Residual = "add"
     use_bias: bool = False
     head_bias: bool = False
@@ -230,12 +231,12 @@ class OptimConfig:
     schedule: Schedule = "cosine"
     warmup_steps: int = 100
     decay_steps: int | None = None
-    final_fraction: float = 0.1
+    final_fraction: float = 0.2
     decay_fraction: float = 0.2
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    muon_beta: float = 0.95
+    muon_beta: float = 0.9
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
 
@@ -269,6 +270,7 @@ class TrainConfig:
       label_smoothing: Weight of the uniform distribution in the targets.
       z_loss: Weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022, section 5).
       average_decay: Decay of an exponential average of the weights, used for evaluation and sampling; None is off.
+        It rises to this value over the first updates, so that the average forgets where the weights began.
       sample_chars: Characters of text written at the end of the run; 0 writes none.
     """
 
@@ -283,7 +285,7 @@ class TrainConfig:
     seed: int = 0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    average_decay: float | None = None
+    average_decay: float | None = 0.99
     sample_chars: int = 500
 
     def __post_init__(self) -> None:

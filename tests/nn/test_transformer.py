@@ -13,7 +13,16 @@ from transformer_jax.nn import Transformer, layers
 
 V, T = 11, 12
 SMALL = ModelConfig(
-    vocab_size=V, context=T, d_model=16, num_heads=4, num_layers=2, d_ff=24, init="fan_in", positions="none", unroll=1
+    vocab_size=V,
+    context=T,
+    d_model=16,
+    num_heads=4,
+    num_layers=2,
+    d_ff=24,
+    feed_forward="relu2",
+    init="fan_in",
+    positions="none",
+    unroll=1,
 )
 
 
@@ -198,6 +207,9 @@ def test_each_field_changes_the_output():
     assert output(num_kv_heads=1)[1] == count - 2 * 2 * d * (d - k)
     assert output(feed_forward="swiglu")[1] == count + 2 * d * f
     assert output(positions="learned")[1] == count + T * d
+    # Where no width is given, both kinds have 8 D D parameters in each feed-forward.
+    assert output(d_ff=None)[1] == count + 2 * (8 * d * d - 2 * d * f)
+    assert output(d_ff=None, feed_forward="swiglu")[1] == count + 2 * (3 * d * (8 * d // 3) - 2 * d * f)
 
 
 def test_fields_that_must_not_change_the_output():

@@ -131,11 +131,14 @@ def test_bfloat16_state_stays_float32():
 
 
 def test_average_of_the_weights():
-    config = config_of(train={"average_decay": 0.5})
+    """Decays 1/10, 2/11, ... at first, and never more than the field says."""
+    config = config_of(train={"average_decay": 0.15})
     start = jax.jit(partial(init_state, config))()
-    state, _ = run(config, [batch_of()])
-    expected = jax.tree.map(lambda a, b: 0.5 * a + 0.5 * b, start.params, state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.average, expected)
+    average = start.params
+    for count, decay in ((1, 0.1), (2, 0.15)):
+        state, _ = run(config, [batch_of()] * count)
+        average = jax.tree.map(lambda a, b, d=decay: d * a + (1 - d) * b, average, state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.average, average)
     assert state.eval_params is state.average
     assert start.replace(average=None).eval_params is start.params
 

@@ -24,7 +24,7 @@ class _Blocks(nn.Module):
       num_heads, num_kv_heads: Query heads (H), and key and value heads (G; None means H).
       num_layers: Depth (L); the initialisation "gpt2" depends on it.
       weight_init: `ModelConfig.init`, whose name a Flax module needs for itself.
-      d_ff: Hidden width (F); None means 4 * D.
+      d_ff: Hidden width (F); None means 4 * D, or 8/3 D for "swiglu".
       positions: "rotary" and "alibi" act inside attention, the others before the first layer.
       rotary_base, norm, norm_position, norm_eps, norm_affine, attention, qk_norm, window, feed_forward,
       residual, use_bias, dropout, attention_dropout, compute_dtype: See `ModelConfig`.
@@ -125,7 +125,7 @@ class DecoderLayer(_Blocks):
             x = sublayer(x, attended, "self_attention_norm")
         if self.feed_forward != "none":
             y = FeedForward(
-                d_ff=self.d_ff or 4 * self.d_model,
+                d_ff=self.d_ff or (8 * self.d_model // 3 if self.feed_forward == "swiglu" else 4 * self.d_model),
                 activation=self.feed_forward,
                 use_bias=self.use_bias,
                 dtype=self.compute_dtype,

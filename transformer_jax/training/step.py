@@ -100,7 +100,9 @@ def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -
     params = optax.apply_updates(state.params, updates)
     average = state.average
     if average is not None:
-        average = optax.incremental_update(params, average, 1 - config.train.average_decay)
+        # As in TensorFlow's ExponentialMovingAverage with num_updates: a short run is not mostly its first weights.
+        decay = jnp.minimum(config.train.average_decay, (state.step + 1) / (state.step + 10))
+        average = optax.incremental_update(params, average, 1 - decay)
     metrics = {
         "loss": mean(total, count),
         "grad_norm": optax.tree.norm(grads),
