@@ -315,6 +315,12 @@ def test_lengths_are_checked():
         model.apply({"params": params}, ids[:, :1], cache=cache)
 
 
+@pytest.mark.parametrize("field", ["positions", "norm_position", "attention", "residual"])
+def test_unknown_names_are_refused_in_the_library_too(field):
+    with pytest.raises(ConfigError, match=f"unknown value for {field}: 'nine'"):
+        Transformer(d_model=8, **{field: "nine"})
+
+
 def test_create_model_needs_a_vocabulary():
     with pytest.raises(ConfigError, match="vocab_size is not set"):
         create_model(ModelConfig())

@@ -1,19 +1,28 @@
 """The decoder stack and the language model around it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.config import ModelConfig
+from transformer_jax import config
+from transformer_jax.config import ModelConfig, unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import KVCache, MultiHeadAttention
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.layers import INITS, Embedding, FeedForward, Head, Inits, make_norm
 from transformer_jax.nn.masks import causal_mask, combine_masks, padding_mask, window_mask
 from transformer_jax.nn.positions import alibi_bias, sinusoidal, token_positions
+
+_CHOICES = {
+    "positions": config.Positions,
+    "norm_position": config.NormPosition,
+    "attention": config.Attention,
+    "residual": config.Residual,
+}
+"""Fields whose values are names that stand only here; the others are looked up in a table of implementations."""
 
 
 class _Blocks(nn.Module):
@@ -52,6 +61,12 @@ class _Blocks(nn.Module):
     attention_dropout: float = 0.0
     compute_dtype: Any = jnp.float32
 
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(unknown(f"value for {name}:", getattr(self, name), get_args(choices)))
+        super().__post_init__()
+
     def _shared(self, kind: type["_Blocks"]) -> dict[str, Any]:
         """The fields that a part of that kind has in common with this one."""
         return {name: getattr(self, name) for name in _fields(kind)}
@@ -71,7 +86,10 @@ def _fields(kind: type[nn.Module]) -> list[str]:
 
 
 class DecoderLayer(_Blocks):
-    """Causal self-attention and a feed-forward, each with norm and residual (Vaswani et al. 2017, section 3.1)."""
+    """Self-attention and a feed-forward, each with norm and residual (Vaswani et al. 2017, section 3.1).
+
+    What may attend to what comes from outside: `Decoder` gives its layers the causal mask.
+    """
 
     @nn.compact
     def __call__(
@@ -328,16 +346,16 @@ class Transformer(_Stack):
                 raise ConfigError(f"ids must be in [0, {self.vocab_size}), got {lowest} to {highest}")
 
 
-def create_model(config: ModelConfig) -> Transformer:
+def create_model(model_config: ModelConfig) -> Transformer:
     """The model that a config describes: `init(key, ids)` gives its parameters, `apply` its logits.
 
     Raises:
       ConfigError: If vocab_size is not set.
     """
-    if config.vocab_size is None:
+    if model_config.vocab_size is None:
         raise ConfigError("model.vocab_size is not set: give the number of symbols, or resolve it from the data")
-    fields = {name: getattr(config, name) for name in _fields(Transformer) if name != "weight_init"}
-    return Transformer(**fields, weight_init=config.init)
+    fields = {name: getattr(model_config, name) for name in _fields(Transformer) if name != "weight_init"}
+    return Transformer(**fields, weight_init=model_config.init)
 
 
 def _concrete(x: jax.Array) -> int | None:
