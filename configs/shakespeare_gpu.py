@@ -1,6 +1,8 @@
 """The size of nanoGPT's GPU configuration: 10.7 million parameters.
 
 python train.py --config configs/shakespeare_gpu.py
+
+Not measured yet: it wants a GPU. nanoGPT publishes 1.4697 for this size.
 """
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
