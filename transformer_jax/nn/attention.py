@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.axes import constrain
-from transformer_jax.nn.masks import combine_masks
 from transformer_jax.nn.positions import rotary
 
 
@@ -190,7 +189,7 @@ class MultiHeadAttention(nn.Module):
                 raise ConfigError("attention with a cache needs slots: int32 [B, T], where the new keys go")
             cache, key, value = cache.write(layer, slots, key, value)
         dropout = nn.Dropout(self.dropout, deterministic=deterministic) if self.dropout else None
-        out = dot_product_attention(query, key, value, combine_masks(mask), bias, dropout=dropout)
+        out = dot_product_attention(query, key, value, mask, bias, dropout=dropout)
         out = nn.DenseGeneral(
             d_model,
             axis=(-2, -1),
