@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from transformer_jax.config import Config, ConfigError, field_names, from_dict, unknown, unresolve
+from transformer_jax.config import Config, field_names, from_dict, unknown, unresolve
 from transformer_jax.data.batches import SPLITS
-from transformer_jax.errors import CheckpointError, TransformerJaxError
+from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 
 _USAGE_STATUS = 2
 
@@ -154,8 +154,6 @@ def _train(args: list[str]) -> int:
         default = stored_config(where.out)
     config = _parse_config(args, default)
     out = where.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data.corpus}"
-    if not where.resume:
-        _refuse_existing(out, where.overwrite)
 
     # Imported only now: a mistyped option is found before the second that this takes.
     from transformer_jax import compile_cache
@@ -181,6 +179,7 @@ def _sample(args: list[str]) -> int:
     from transformer_jax.data.corpora import normalise_line_ends
     from transformer_jax.generation import check_settings, generate
     from transformer_jax.nn import create_model
+    from transformer_jax.training.metrics import escape_unprintable
     from transformer_jax.training.runs import load_run
 
     check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.num_samples, options.seed)
@@ -195,8 +194,7 @@ def _sample(args: list[str]) -> int:
     context = run.config.model.context
     if len(ids) > context:
         _note(f"the prompt has {len(ids)} characters and the model's context is {context}: it reads the last {context}")
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_unprintable()
 
     def show(piece: Any) -> None:
         print(run.vocab.decode(piece[0]), end="", flush=True)
@@ -311,12 +309,6 @@ def stored_config(out: Path) -> Config:
         except TransformerJaxError as error:
             _note(str(error))
     raise CheckpointError(f"no checkpoint in {out}: there is no run to resume; leave out --resume to start one")
-
-
-def _refuse_existing(out: Path, overwrite: bool) -> None:
-    """Found before the text is read; `runs.create` checks again."""
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ConfigError(f"{out} exists already; add --resume to go on, --overwrite to replace, or another --out")
 
 
 def _explain(error: TypeError) -> str:

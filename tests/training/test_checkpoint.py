@@ -79,7 +79,7 @@ def test_round_trip(state, tmp_path):
 
 def test_parameters_alone(state, tmp_path):
     checkpoints = saved(tmp_path / "c", state, 5)
-    part = checkpoints.restore(5, {"params": like(abstract_state(CONFIG).params, SHARDING)})
+    part = checkpoints.restore(checkpoints.metadata(5), {"params": like(abstract_state(CONFIG).params, SHARDING)})
     assert set(part) == {"params"}
     jax.tree.map(np.testing.assert_array_equal, part["params"], state.params)
 
@@ -220,4 +220,4 @@ def test_a_value_that_changed_is_named(state, tmp_path):
     values["digests"]["params/head/kernel"] = "0"
     path.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="checkpoint 5 .* params/head/kernel is not what was saved"):
-        checkpoints.restore(5, like(abstract_state(CONFIG), SHARDING))
+        checkpoints.restore(checkpoints.metadata(5), like(abstract_state(CONFIG), SHARDING))

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.config import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.axes import constrain
 
@@ -98,7 +99,7 @@ def make_norm(kind: str, *, eps: float, affine: bool, use_bias: bool, name: str 
         return RMSNorm(eps=eps, use_scale=affine, name=name)
     if kind == "none":
         return lambda x: x
-    raise ConfigError(f"unknown norm {kind!r}; it is one of {', '.join(NORMS)}")
+    raise ConfigError(unknown("norm", kind, NORMS))
 
 
 class FeedForward(nn.Module):
@@ -128,7 +129,7 @@ class FeedForward(nn.Module):
           ConfigError: For an unknown activation.
         """
         if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"unknown feed-forward {self.activation!r}; it is one of {', '.join(ACTIVATIONS)}")
+            raise ConfigError(unknown("feed-forward", self.activation, ACTIVATIONS))
 
         def linear(name: str, features: int, init: nn.initializers.Initializer) -> nn.Dense:
             return nn.Dense(features, use_bias=self.use_bias, dtype=self.dtype, kernel_init=init, name=name)

@@ -74,7 +74,7 @@ class _Blocks(nn.Module):
     @property
     def _inits(self) -> Inits:
         if self.weight_init not in INITS:
-            raise ConfigError(f"unknown init {self.weight_init!r}; it is one of {', '.join(INITS)}")
+            raise ConfigError(unknown("init", self.weight_init, INITS))
         return INITS[self.weight_init](self.num_layers)
 
     def _norm(self, name: str) -> Any:

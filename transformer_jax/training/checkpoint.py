@@ -119,20 +119,19 @@ class Checkpoints:
                 digests=dict(values["digests"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
 
-    def restore(self, step: int, like: Any) -> Any:
+    def restore(self, metadata: Metadata, like: Any) -> Any:
         """Reads a state and checks each array against its digest.
 
         Args:
-          step: Of the checkpoint.
+          metadata: Of the checkpoint, from `metadata`.
           like: A tree of ShapeDtypeStructs with shardings. It may leave out parts of the state.
 
         Raises:
           CheckpointError: If it is damaged or does not fit.
         """
+        step = metadata.step
         restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         try:
@@ -140,8 +139,7 @@ class Checkpoints:
         except Exception as error:
             # Orbax and TensorStore raise anything on a damaged file, with pages of text.
             raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
-        expected = self.metadata(step).digests
-        wrong = [name for name, digest in digests(state).items() if expected.get(name) != digest]
+        wrong = [name for name, digest in digests(state).items() if metadata.digests.get(name) != digest]
         if wrong:
             raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {wrong[0]} is not what was saved")
         return state
@@ -162,7 +160,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             try:
                 metadata = self.metadata(step)
-                return metadata, self.restore(step, like(metadata)), skipped
+                return metadata, self.restore(metadata, like(metadata)), skipped
             except TransformerJaxError as error:
                 skipped.append(str(error))
         raise CheckpointError(f"no usable checkpoint in {self.folder}" + "".join(f"; {line}" for line in skipped))

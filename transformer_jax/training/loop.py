@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from transformer_jax.config import Config, differences, resolve, to_dict
 from transformer_jax.data.batches import Corpus, Windows, load_corpus
@@ -25,6 +24,7 @@ from transformer_jax.training import runs, sharding
 from transformer_jax.training.checkpoint import Metadata
 from transformer_jax.training.evaluate import Evaluator, bits
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
+from transformer_jax.training.optim import with_rates
 from transformer_jax.training.step import TrainState, all_finite, compile_train_step, init_state
 
 MAY_CHANGE = (
@@ -107,6 +107,8 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
       TransformerJaxError: If the loss or the gradients stop being finite.
       Interrupted: After SIGINT or SIGTERM, with the state saved.
     """
+    if not resume:
+        runs.check_new(out, overwrite=overwrite)
     terminal = Terminal()
     placement = sharding.default_placement(config.train.batch_size // config.train.accumulate)
     terminal.say(f"device     {sharding.describe(placement)}")
@@ -124,7 +126,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
             config = check_resumable(config, metadata, corpus)
             for step in run.checkpoints.discard_after(metadata.step):
                 terminal.say(f"set aside  checkpoint {step}, newer than the one resumed from")
-            state = _with_rates(config, state)
+            state = state.replace(opt_state=with_rates(config.optim, state.opt_state))
             runs.write_json(run.config, to_dict(config))
             examples, seconds = metadata.examples, metadata.seconds
         else:
@@ -133,8 +135,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
             state = jax.jit(partial(init_state, config), out_shardings=placement.replicated)()
             examples, seconds = 0, 0.0
         session = _Session(config, corpus, run, placement, Evaluator(config, placement), terminal)
-        count = sum(x.size for x in jax.tree.leaves(state.params))
-        terminal.say(f"model      {config.model.architecture}, {count:,} parameters")
+        terminal.say(f"model      {config.model.architecture}, {state.num_parameters:,} parameters")
         terminal.say(f"run        {out}" + (f", resumed at step {int(state.step)}" if resume else ""))
         state, examples, seconds = _train_steps(session, state, examples, seconds)
         return _finish(session, state, examples, seconds)
@@ -161,16 +162,6 @@ def check_resumable(config: Config, metadata: Metadata, corpus: Corpus) -> Confi
     if config.train.steps < metadata.step:
         raise ConfigError(f"the run has made {metadata.step} steps already, and train.steps is {config.train.steps}")
     return config
-
-
-def _with_rates(config: Config, state: TrainState) -> TrainState:
-    """Puts the config's peak rates into the optimiser's state: on resuming they may have changed."""
-    hyperparams = {
-        name: jax.device_put(np.float32(getattr(config.optim, name)), value.sharding)
-        for name, value in state.opt_state[1].hyperparams.items()
-    }
-    clip, injected, schedule = state.opt_state
-    return state.replace(opt_state=(clip, injected._replace(hyperparams=hyperparams), schedule))
 
 
 def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, int, float]:
@@ -327,7 +318,7 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
         "steps": step,
         "tokens_per_second": examples * config.model.context / seconds if seconds else 0.0,
         "seconds": seconds,
-        "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+        "parameters": state.num_parameters,
         "device": f"{session.placement.mesh.size} x {device.device_kind}",
         "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,

@@ -25,15 +25,26 @@ class MetricLog:
 
     def __init__(self, path: Path, after: int) -> None:
         kept = [line for line in _lines(path) if _step(line) <= after]
-        part = path.with_suffix(".part")
-        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, "".join(line + "\n" for line in kept))
         self._path = path
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds one record; it is in the file when this returns."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def escape_unprintable() -> None:
+    """Lets text that the terminal's encoding lacks be escaped: nothing must die of its own sample."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -57,9 +68,7 @@ class Terminal:
     """Lines of text for people, and a line of progress: live where the output is a terminal, else plain."""
 
     def __init__(self, console: Console | None = None) -> None:
-        if hasattr(sys.stdout, "reconfigure"):
-            # Text that the terminal's encoding lacks is escaped: a run must not die of its own sample.
-            sys.stdout.reconfigure(errors="backslashreplace")
+        escape_unprintable()
         self._console = console or Console(highlight=False, emoji=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._said = 0.0

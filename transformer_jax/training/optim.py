@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -108,6 +109,15 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
         ),
         optax.scale_by_schedule(schedule_shape(config)),
     )
+
+
+def with_rates(config: OptimConfig, opt_state: Any) -> Any:
+    """Puts the config's peak rates into an optimiser's state: on resuming they may have changed."""
+    for name in ("learning_rate", "muon_learning_rate"):
+        sharding = optax.tree.get(opt_state, name).sharding
+        rate = jax.device_put(np.float32(getattr(config, name)), sharding)
+        opt_state = optax.tree.set(opt_state, **{name: rate})
+    return opt_state
 
 
 def learning_rate(config: OptimConfig, opt_state: Any, step: jax.Array) -> jax.Array:

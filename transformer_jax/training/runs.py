@@ -15,6 +15,7 @@ from transformer_jax.config import Config, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, like
+from transformer_jax.training.metrics import write_whole
 from transformer_jax.training.sharding import find_devices
 from transformer_jax.training.step import TrainState, init_state
 
@@ -80,34 +81,53 @@ class Run:
     corpus: Mapping[str, str]
 
 
+def check_new(path: Path, *, overwrite: bool) -> None:
+    """Looks whether a new run may stand at a path; nothing is written.
+
+    Raises:
+      ConfigError: If something is there that may not be replaced, or checkpoints could not be read there.
+    """
+    if "\\" in str(path.absolute()):
+        raise ConfigError(
+            f"{path.absolute()} has a backslash, which checkpoints cannot be read from; choose another --out"
+        )
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file; choose another --out")
+    if _occupied(path):
+        if not overwrite:
+            raise ConfigError(f"{path} exists already; add --resume to go on, --overwrite to replace, or another --out")
+        if not is_run(path):
+            raise ConfigError(f"{path} holds more than a run, and is left as it is; choose another --out")
+
+
 def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunFolder:
     """Makes the folder of a new run.
 
     Raises:
       ConfigError: If there is one already and it may not be overwritten, or it cannot be written.
     """
-    if "\\" in str(path.absolute()):
-        raise ConfigError(
-            f"{path.absolute()} has a backslash, which checkpoints cannot be read from; choose another --out"
-        )
+    check_new(path, overwrite=overwrite)
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if not path.is_dir():
-                raise ConfigError(f"{path} is a file; choose another --out")
-            if not overwrite:
-                raise ConfigError(
-                    f"{path} exists already; add --resume to go on, --overwrite to replace, or another --out"
-                )
-            if not is_run(path):
-                raise ConfigError(f"{path} holds more than a run, and is left as it is; choose another --out")
+        if _occupied(path):
             shutil.rmtree(path)
         run = RunFolder(path)
         (path / "checkpoints").mkdir(parents=True)
         write_json(run.config, to_dict(config))
         write_json(run.vocab, vocab.to_dict())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; choose another --out") from error
+        raise _unusable(path, error) from error
     return run
+
+
+def _occupied(path: Path) -> bool:
+    try:
+        return path.exists() and any(path.iterdir())
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {error.strerror or error}; choose another --out")
 
 
 def is_run(path: Path) -> bool:
@@ -163,13 +183,11 @@ def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Cal
         if not isinstance(step, int) and not str(step).isdecimal():
             raise CheckpointError(f"unknown step {step!r}; it is best, last or a number")
         metadata = checkpoints.metadata(int(step))
-        state = checkpoints.restore(int(step), part(metadata))
+        state = checkpoints.restore(metadata, part(metadata))
     (params,) = state.values()
     return Run(metadata.config, metadata.vocab, params, metadata.step, metadata.corpus)
 
 
 def write_json(path: Path, values: Any) -> None:
     """Writes a JSON file as a whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

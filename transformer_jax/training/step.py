@@ -33,6 +33,11 @@ class TrainState:
     average: Any
 
     @property
+    def num_parameters(self) -> int:
+        """Numbers in the parameters."""
+        return sum(x.size for x in jax.tree.leaves(self.params))
+
+    @property
     def eval_params(self) -> Any:
         """The parameters to evaluate and to sample with."""
         return self.params if self.average is None else self.average
