@@ -16,6 +16,7 @@ PACKAGE = ROOT / "transformer_jax"
 # From the bottom up: a module may import from its own room and from those before it.
 ROOMS = [
     ["errors"],
+    ["checks"],
     ["config"],
     ["nn"],
     ["data"],
@@ -30,7 +31,20 @@ ROOMS = [
     ["cli"],
 ]
 INSIDE = {
-    "nn": ["positions", "masks", "axes", "attention", "layers", "transformer"],
+    "nn": [
+        "positions",
+        "masks",
+        "axes",
+        "cache",
+        "inputs",
+        "kernels",
+        "attention",
+        "layers",
+        "rnn",
+        "blocks",
+        "stacks",
+        "transformer",
+    ],
     "data": ["tiny_shakespeare", "corpora", "vocab", "batches"],
 }
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from transformer_jax.config import Config, field_names, from_dict, unknown, unresolve
+from transformer_jax.checks import unknown
+from transformer_jax.config import Config, field_names, from_dict, unresolve
 from transformer_jax.data.batches import SPLITS
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 

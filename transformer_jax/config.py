@@ -6,78 +6,24 @@ both directions: unknown fields and wrong types are errors, never ignored.
 """
 
 import dataclasses
-import difflib
-import types
-import typing
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
+from transformer_jax.checks import check_positive, check_rates, check_types, nearest_divisor, unknown
 from transformer_jax.errors import ConfigError
 
-Architecture = Literal["decoder"]
+Architecture = Literal["decoder", "encoder", "encoder_decoder", "rnn", "gru", "lstm"]
 Positions = Literal["sinusoidal", "learned", "rotary", "alibi", "none"]
 Norm = Literal["layer", "rms", "none"]
 NormPosition = Literal["pre", "post"]
 Attention = Literal["full", "none"]
-FeedForwardKind = Literal["relu", "gelu", "relu2", "swiglu", "none"]
+FeedForwardKind = Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "none"]
 Residual = Literal["add", "none"]
 Init = Literal["fan_in", "xavier", "gpt2", "zero_output"]
+AttentionImpl = Literal["auto", "xla", "cudnn", "tpu"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Corpus = Literal["plays", "tiny_shakespeare", "file"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd", "noam", "constant"]
-
-
-def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
-    """The message for a name that does not exist, with the closest one that does, or all of them."""
-    valid = list(valid)
-    close = difflib.get_close_matches(str(name), valid, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it is one of {', '.join(valid)}"
-    return f"unknown {what} {name!r}; {hint}"
-
-
-def _check_types(config: Any, section: str) -> None:
-    """Holds each field to its annotation, so that a 2.0 or a "2" fails here and not far away."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        choices = get_args(hint) if get_origin(hint) is Literal else None
-        if choices is not None:
-            if value not in choices:
-                raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
-        elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
-            object.__setattr__(config, name, float(value))
-        elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
-            raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
-
-
-def _allows(hint: Any, kind: type) -> bool:
-    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
-    return kind in [get_origin(option) or option for option in options]
-
-
-def _describe(hint: Any) -> str:
-    if hint == tuple[str, ...]:
-        return "a tuple of strings"
-    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
-    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
-    return " or ".join(names[option] for option in options)
-
-
-def _check_positive(config: Any, section: str, names: typing.Iterable[str]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{section}.{name} must be a positive number, got {value}")
-
-
-def _check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {value}")
-
-
-def _nearest_divisor(total: int, wanted: int) -> int:
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +31,18 @@ class ModelConfig:
     """The architecture. The defaults are a small modern decoder: about 0.8 million parameters.
 
     Attributes:
-      architecture: The family of the model.
-      vocab_size: Symbols of the vocabulary (V); None is filled in from the data.
+      architecture: The family: "decoder" (causal), "encoder" (sees both sides), "encoder_decoder", or the recurrent
+        baselines "rnn" (tanh), "gru" and "lstm". To these only the sizes vocab_size, context, d_model and num_layers
+        apply, and dropout, use_bias, head_bias, tie_embeddings, scale_embeddings, init, compute_dtype and unroll.
+      vocab_size: Symbols of the vocabulary (V), of the target for "encoder_decoder"; None is filled in from the data.
+      source_vocab_size: Symbols of an "encoder_decoder"'s source; None means that source and target share one
+        vocabulary and its embedding.
       context: Longest window the model sees (T), in characters.
       d_model: Width of the residual stream (D).
       num_heads: Query heads (H); d_model must be divisible by it.
       num_kv_heads: Key and value heads (G), a divisor of num_heads; None means num_heads. 1 is multi-query.
-      num_layers: Blocks in the stack.
+      num_layers: Blocks in the stack; of the decoder, for "encoder_decoder".
+      num_encoder_layers: Blocks of an "encoder_decoder"'s encoder; None means num_layers.
       d_ff: Hidden width of the feed-forward (F); None means 4 * d_model, or 8/3 of it for "swiglu", whose third map
         then takes as many parameters as the wider ones save (Shazeer 2020, section 3.2).
       positions: How order enters the model.
@@ -101,18 +52,24 @@ class ModelConfig:
       norm_eps: Added to the variance.
       norm_affine: Norms carry a gain, and with use_bias also a bias.
       final_norm: Pre-norm stacks end with one more norm (no effect on post-norm stacks, which end with one).
-      attention: "none" leaves the attention sub-layer out.
+      attention: "none" leaves the self-attention out.
       qk_norm: Normalise queries and keys over head_dim before their product.
-      window: Each position sees this many newest positions, itself included; None means all.
+      window: Each position sees positions less than this far away: in a decoder this many newest ones, itself
+        included. None means all; sources are always seen whole.
       feed_forward: Activation of the feed-forward; "none" leaves the sub-layer out.
       residual: "none" removes the skip connections.
       use_bias: Biases in linear maps and layer norms (the head has its own field).
       head_bias: Bias of the output head.
       tie_embeddings: The head reuses the token embedding.
       scale_embeddings: Multiply embeddings by sqrt(d_model), as in Vaswani et al. 2017, section 3.4.
+      norm_embeddings: A norm over the sum of embeddings and positions (Devlin et al. 2019).
+      head_transform: A linear map, GELU and a norm before the head (Devlin et al. 2019).
       init: How weights start; see `transformer_jax.nn.layers.INITS`.
       dropout: Rate on embeddings and on each sub-layer's output.
       attention_dropout: Rate on attention weights.
+      feed_forward_dropout: Rate on the hidden layer of the feed-forward.
+      attention_impl: How attention over whole sequences is computed: "xla", the fused kernels "cudnn" and "tpu", or
+        "auto"; see `transformer_jax.nn.kernels`. Never changes the answer beyond rounding.
       compute_dtype: Type of matrix products; parameters, norms, softmax and loss stay float32.
       unroll: How many layers are compiled as straight code; never changes the parameters.
       remat: Recompute each layer in the backward pass instead of storing its activations.
@@ -120,11 +77,13 @@ class ModelConfig:
 
     architecture: Architecture = "decoder"
     vocab_size: int | None = None
+    source_vocab_size: int | None = None
     context: int = 64
     d_model: int = 128
     num_heads: int = 4
     num_kv_heads: int | None = None
     num_layers: int = 4
+    num_encoder_layers: int | None = None
     d_ff: int | None = None
     positions: Positions = "rotary"
     rotary_base: float = 10_000.0
@@ -142,27 +101,40 @@ class ModelConfig:
     head_bias: bool = False
     tie_embeddings: bool = False
     scale_embeddings: bool = False
+    norm_embeddings: bool = False
+    head_transform: bool = False
     init: Init = "zero_output"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    feed_forward_dropout: float = 0.0
+    attention_impl: AttentionImpl = "auto"
     compute_dtype: ComputeDtype = "float32"
     unroll: int = 4
     remat: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self, "model")
+        check_types(self, "model")
         sizes = ("vocab_size", "context", "d_model", "num_heads", "num_kv_heads", "num_layers", "d_ff", "window")
-        _check_positive(self, "model", (*sizes, "unroll", "norm_eps", "rotary_base"))
-        _check_rates(self, "model", ("dropout", "attention_dropout"))
+        check_positive(self, "model", (*sizes, "source_vocab_size", "num_encoder_layers"))
+        check_positive(self, "model", ("unroll", "norm_eps", "rotary_base"))
+        check_rates(self, "model", ("dropout", "attention_dropout", "feed_forward_dropout"))
+        for name in ("source_vocab_size", "num_encoder_layers"):
+            if getattr(self, name) is not None and self.architecture != "encoder_decoder":
+                raise ConfigError(
+                    f"model.{name} {getattr(self, name)} needs model.architecture 'encoder_decoder', "
+                    f"and it is {self.architecture!r}"
+                )
+        if self.recurrent:
+            return
         if self.d_model % self.num_heads:
             raise ConfigError(
                 f"model.num_heads {self.num_heads} does not divide model.d_model {self.d_model}; "
-                f"choose a divisor, for example {_nearest_divisor(self.d_model, self.num_heads)}"
+                f"choose a divisor, for example {nearest_divisor(self.d_model, self.num_heads)}"
             )
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads {self.num_kv_heads} does not divide model.num_heads {self.num_heads}; "
-                f"choose a divisor, for example {_nearest_divisor(self.num_heads, self.num_kv_heads)}"
+                f"choose a divisor, for example {nearest_divisor(self.num_heads, self.num_kv_heads)}"
             )
         if self.positions == "rotary" and self.attention != "none" and self.head_dim % 2:
             raise ConfigError(
@@ -171,6 +143,11 @@ class ModelConfig:
             )
         if self.attention == "none" and self.feed_forward == "none":
             raise ConfigError("model.attention and model.feed_forward are both 'none': the layers would be empty")
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether this is a recurrent baseline, without attention."""
+        return self.architecture in ("rnn", "gru", "lstm")
 
     @property
     def head_dim(self) -> int:
@@ -194,7 +171,7 @@ class DataConfig:
     encoding: str = "utf-8"
 
     def __post_init__(self) -> None:
-        _check_types(self, "data")
+        check_types(self, "data")
         if self.corpus == "file" and not self.path:
             raise ConfigError("data.corpus 'file' needs at least one file: --data.path TEXT.txt")
         if self.corpus != "file" and self.path:
@@ -241,9 +218,9 @@ class OptimConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        _check_types(self, "optim")
-        _check_positive(self, "optim", ("learning_rate", "muon_learning_rate", "decay_steps", "clip_norm", "eps"))
-        _check_rates(self, "optim", ("b1", "b2", "muon_beta"))
+        check_types(self, "optim")
+        check_positive(self, "optim", ("learning_rate", "muon_learning_rate", "decay_steps", "clip_norm", "eps"))
+        check_rates(self, "optim", ("b1", "b2", "muon_beta"))
         for name in ("warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"optim.{name} must be at least 0, got {getattr(self, name)}")
@@ -289,10 +266,10 @@ class TrainConfig:
     sample_chars: int = 500
 
     def __post_init__(self) -> None:
-        _check_types(self, "train")
+        check_types(self, "train")
         counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_chars", "save_every", "keep")
-        _check_positive(self, "train", counts)
-        _check_rates(self, "train", ("label_smoothing", "average_decay"))
+        check_positive(self, "train", counts)
+        check_rates(self, "train", ("label_smoothing", "average_decay"))
         for name, top in (("seed", 2**32 - 1), ("sample_chars", 10**6)):
             if not 0 <= getattr(self, name) <= top:
                 raise ConfigError(f"train.{name} must be between 0 and {top}, got {getattr(self, name)}")
@@ -301,7 +278,7 @@ class TrainConfig:
         if self.batch_size % self.accumulate:
             raise ConfigError(
                 f"train.accumulate {self.accumulate} does not divide train.batch_size {self.batch_size}; "
-                f"choose a divisor, for example {_nearest_divisor(self.batch_size, self.accumulate)}"
+                f"choose a divisor, for example {nearest_divisor(self.batch_size, self.accumulate)}"
             )
 
 

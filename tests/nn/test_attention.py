@@ -5,6 +5,7 @@ import pytest
 
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn import KVCache, causal_mask, combine_masks, dot_product_attention, padding_mask, window_mask
+from transformer_jax.nn.cache import LayerCache
 
 
 def reference(query, key, value, mask, bias):
@@ -85,6 +86,6 @@ def test_masks_by_hand():
 def test_cache_drops_what_finds_no_room():
     cache = KVCache(jnp.zeros((2, 1, 3, 1, 4)), jnp.zeros((2, 1, 3, 1, 4)), jnp.array([2]))
     new = jnp.ones((1, 2, 1, 4))
-    written, keys, _ = cache.write(1, jnp.array([[2, 3]]), new, new)
+    written, keys, _ = LayerCache(cache, 1, jnp.array([[2, 3]])).write(new, new)
     np.testing.assert_array_equal(keys[0, :, 0, 0], [0, 0, 1])
-    assert float(written.keys[0].sum()) == 0  # the other layer is untouched
+    assert float(written.cache.keys[0].sum()) == 0  # the other layer is untouched

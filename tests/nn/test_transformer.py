@@ -9,7 +9,9 @@ import pytest
 
 from transformer_jax import ModelConfig, config, create_model
 from transformer_jax.errors import ConfigError
-from transformer_jax.nn import Transformer, layers
+from transformer_jax.nn import Transformer, kernels, layers
+from transformer_jax.nn.blocks import field_names
+from transformer_jax.nn.transformer import MODELS
 
 V, T = 11, 12
 SMALL = ModelConfig(
@@ -331,8 +333,12 @@ def test_names_agree():
     assert set(typing.get_args(config.Init)) == set(layers.INITS)
     assert set(typing.get_args(config.FeedForwardKind)) == {*layers.ACTIVATIONS, "none"}
     assert set(typing.get_args(config.Norm)) == set(layers.NORMS)
-    ours = {f.name for f in dataclasses.fields(Transformer)} - {"parent", "name", "weight_init"}
-    assert ours == {f.name for f in dataclasses.fields(ModelConfig)} - {"architecture", "init"}
+    assert set(typing.get_args(config.Architecture)) == set(MODELS)
+    assert set(typing.get_args(config.AttentionImpl)) == {"auto", *kernels.SUPPORT}
+    fields = {f.name for f in dataclasses.fields(ModelConfig)} - {"init"} | {"weight_init"}
+    ours = [set(field_names(kind)) for kind in MODELS.values()]
+    assert set.union(*ours) == fields
+    assert all(names <= fields for names in ours)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.config import unknown
+from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.axes import constrain
 
@@ -27,6 +27,10 @@ class LayerNorm(nn.Module):
       eps: Added to the variance.
       use_scale: A learned gain [D], starting at 1.
       use_bias: A learned bias [D], starting at 0.
+
+    Example:
+      >>> LayerNorm(use_scale=False, use_bias=False).apply({}, jnp.array([-3.0, 1.0, 1.0, 1.0])).tolist()[0]  # doctest: +ELLIPSIS
+      -1.7320...
     """
 
     eps: float = 1e-5
@@ -52,6 +56,10 @@ class RMSNorm(nn.Module):
     Attributes:
       eps: Added to the mean of squares.
       use_scale: A learned gain [D], starting at 1.
+
+    Example:
+      >>> RMSNorm(use_scale=False).apply({}, jnp.array([-2.0, 2.0])).round().tolist()
+      [-1.0, 1.0]
     """
 
     eps: float = 1e-6
@@ -67,6 +75,10 @@ class RMSNorm(nn.Module):
         return y.astype(x.dtype)
 
 
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
 def _relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
@@ -79,10 +91,11 @@ def _gelu(x: jax.Array) -> jax.Array:
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
     "relu2": _relu2,
     "swiglu": jax.nn.silu,
 }
-"""relu: Vaswani et al. 2017; gelu: Hendrycks & Gimpel 2016; relu2: So et al. 2021; swiglu: Shazeer 2020."""
+"""relu: Vaswani et al. 2017; gelu, and gelu_tanh, which comes near it: Hendrycks & Gimpel 2016; relu2: So et al. 2021; swiglu: Shazeer 2020."""
 
 NORMS = ("layer", "rms", "none")
 
@@ -109,21 +122,33 @@ class FeedForward(nn.Module):
       d_ff: Hidden width (F).
       activation: A name of `ACTIVATIONS`; "swiglu" has a third map that gates the hidden layer.
       use_bias: Biases of the linear maps.
+      dropout: Rate on the hidden layer.
       dtype: Type of the matrix products.
       kernel_init: Of the maps into the hidden layer.
       output_init: Of the map out of it.
+
+    Example:
+      >>> ffn, x = FeedForward(d_ff=32, activation="swiglu"), jnp.ones((2, 5, 8))
+      >>> params = ffn.init(jax.random.key(0), x)["params"]
+      >>> ffn.apply({"params": params}, x).shape, sorted(params)
+      ((2, 5, 8), ['down', 'gate', 'up'])
     """
 
     d_ff: int
     activation: str = "relu"
     use_bias: bool = True
+    dropout: float = 0.0
     dtype: Any = jnp.float32
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
     output_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D].
+    def __call__(self, x: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """[..., T, D] -> [..., T, D].
+
+        Args:
+          x: Any batch of positions.
+          deterministic: Turns dropout off.
 
         Raises:
           ConfigError: For an unknown activation.
@@ -137,7 +162,9 @@ class FeedForward(nn.Module):
         hidden = ACTIVATIONS[self.activation](linear("up", self.d_ff, self.kernel_init)(x))
         if self.activation == "swiglu":
             hidden = hidden * linear("gate", self.d_ff, self.kernel_init)(x)
-        hidden = constrain(hidden, "batch", "length", "d_ff")
+        hidden = nn.Dropout(self.dropout, deterministic=deterministic)(hidden)
+        if hidden.ndim == 3:
+            hidden = constrain(hidden, "batch", "length", "d_ff")
         return linear("down", x.shape[-1], self.output_init)(hidden)
 
 
@@ -165,10 +192,6 @@ class Embedding(nn.Module):
         """
         return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(dtype)
 
-    def attend(self, x: jax.Array) -> jax.Array:
-        """The tied head: [..., D] -> float32 [..., V]."""
-        return jnp.einsum("...D,VD->...V", x, self.embedding.astype(x.dtype), preferred_element_type=jnp.float32)
-
 
 class Head(nn.Module):
     """The map from the residual stream to logits.
@@ -176,17 +199,30 @@ class Head(nn.Module):
     Attributes:
       vocab_size: Symbols (V).
       use_bias: A bias [V].
+      transform: Makes the norm after a linear map and GELU that come first (Devlin et al. 2019); None means none.
       kernel_init: Of the map.
+      transform_init: Of the linear map that comes first.
     """
 
     vocab_size: int
     use_bias: bool = False
+    transform: Callable[..., nn.Module] | None = None
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
+    transform_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> float32 [B, T, V]: the product adds up in float32 and is not rounded afterwards."""
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.vocab_size))
+    def __call__(self, x: jax.Array, table: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] -> float32 [B, T, V]: the product adds up in float32 and is not rounded afterwards.
+
+        Args:
+          x: The residual stream.
+          table: [V, D], the token embedding, to tie the head to it (Press & Wolf 2017); None makes a kernel.
+        """
+        width = x.shape[-1]
+        if self.transform is not None:
+            x = _gelu(nn.Dense(width, dtype=x.dtype, kernel_init=self.transform_init, name="transform")(x))
+            x = self.transform(name="transform_norm")(x)
+        kernel = self.param("kernel", self.kernel_init, (width, self.vocab_size)) if table is None else table.T
         logits = jnp.einsum("BTD,DV->BTV", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
         if self.use_bias:
             logits = logits + _over_last(self.param("bias", nn.initializers.zeros, (self.vocab_size,)), logits)
@@ -214,24 +250,24 @@ _FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 INITS: dict[str, Callable[[int], Inits]] = {
     # LeCun et al. 1998, section 4.6: outputs of unit variance from inputs of unit variance.
-    "fan_in": lambda num_layers: Inits(_FAN_IN, _FAN_IN, nn.initializers.normal(1.0), _FAN_IN),
+    "fan_in": lambda maps: Inits(_FAN_IN, _FAN_IN, nn.initializers.normal(1.0), _FAN_IN),
     # Glorot & Bengio 2010, as in the Transformer's reference code.
-    "xavier": lambda num_layers: Inits(
+    "xavier": lambda maps: Inits(
         nn.initializers.xavier_uniform(),
         nn.initializers.xavier_uniform(),
         nn.initializers.variance_scaling(1.0, "fan_out", "normal"),
         nn.initializers.xavier_uniform(),
     ),
-    # Radford et al. 2019, section 2.3: residual projections shrink with depth; two of them in each layer.
-    "gpt2": lambda num_layers: Inits(
+    # Radford et al. 2019, section 2.3: the maps into the residual stream shrink with their number.
+    "gpt2": lambda maps: Inits(
         nn.initializers.normal(0.02),
-        nn.initializers.normal(0.02 / (2 * num_layers) ** 0.5),
+        nn.initializers.normal(0.02 / maps**0.5),
         nn.initializers.normal(0.02),
         nn.initializers.normal(0.02),
     ),
     # Each layer starts as the identity and the first prediction is uniform (Zhang et al. 2019, section 3).
-    "zero_output": lambda num_layers: Inits(
+    "zero_output": lambda maps: Inits(
         _FAN_IN, nn.initializers.zeros, nn.initializers.normal(1.0), nn.initializers.zeros
     ),
 }
-"""Initialisations by name, given the number of layers."""
+"""Initialisations by name, given the number of maps that write to the residual stream: two or three in a layer."""

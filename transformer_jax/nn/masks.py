@@ -1,11 +1,14 @@
 """Who may attend to whom: bool masks, True = may attend, [B or 1, 1, T, S]."""
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.errors import ConfigError
+
 
 def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-    """Each query sees its own position and those before it.
+    """Each query sees its own position and those before it (Vaswani et al. 2017, section 3.2.3).
 
     Args:
       query_positions: int [B or 1, T].
@@ -13,12 +16,23 @@ def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Arr
 
     Returns:
       bool [B or 1, 1, T, S].
+
+    Raises:
+      ConfigError: For positions that are not whole numbers of rank 2.
+
+    Example:
+      >>> positions = jnp.arange(3)[None]
+      >>> causal_mask(positions, positions).astype(int).tolist()
+      [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
     """
+    _check_positions(query_positions, key_positions)
     return key_positions[:, None, None, :] <= query_positions[:, None, :, None]
 
 
 def window_mask(query_positions: jax.Array, key_positions: jax.Array, window: int) -> jax.Array:
     """Each query sees positions less than `window` away: with a causal mask the newest `window`, itself included.
+
+    The sliding window of Beltagy et al. 2020, section 3.1.
 
     Args:
       query_positions: int [B or 1, T].
@@ -27,7 +41,18 @@ def window_mask(query_positions: jax.Array, key_positions: jax.Array, window: in
 
     Returns:
       bool [B or 1, 1, T, S].
+
+    Raises:
+      ConfigError: For positions that are not whole numbers of rank 2, or a window below 1.
+
+    Example:
+      >>> positions = jnp.arange(3)[None]
+      >>> window_mask(positions, positions, 2).astype(int).tolist()
+      [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]
     """
+    _check_positions(query_positions, key_positions)
+    if window < 1:
+        raise ConfigError(f"a window must be at least 1, the query's own position, got {window}")
     return jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :]) < window
 
 
@@ -35,20 +60,76 @@ def padding_mask(valid: jax.Array) -> jax.Array:
     """Nobody attends to padding.
 
     Args:
-      valid: bool [B, S], True where a key is real.
+      valid: bool [B, S], True where a key is real: `ids != pad_id`, with each side's own pad id.
 
     Returns:
       bool [B, 1, 1, S]: on the key axis only, so that no query is left without a key because it is padding itself.
+
+    Raises:
+      ConfigError: For anything that is not bool [B, S].
+
+    Example:
+      >>> padding_mask(jnp.array([[7, 8, 0]]) != 0).tolist()
+      [[[[True, True, False]]]]
     """
+    if valid.ndim != 2 or valid.dtype != jnp.bool_:
+        raise ConfigError(f"valid must be bool [B, S], True = a real token, got {valid.dtype}{list(valid.shape)}")
     return valid[:, None, None, :]
 
 
 def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
-    """The logical and of all masks that are given, or None where none is."""
+    """The logical and of all masks that are given, or None where none is.
+
+    Args:
+      *masks: bool, of shapes that broadcast to [B, H, T, S].
+
+    Raises:
+      ConfigError: For a mask that is not bool.
+
+    Example:
+      >>> combine_masks(None, jnp.array([[[[True, False]]]]), jnp.array([[[[True]], [[False]]]])).tolist()
+      [[[[True, False]], [[False, False]]]]
+    """
     given = [mask for mask in masks if mask is not None]
+    for mask in given:
+        if mask.dtype != jnp.bool_:
+            raise ConfigError(f"a mask must be bool, True = may attend, got {mask.dtype}{list(mask.shape)}")
     if not given:
         return None
     combined = given[0]
     for mask in given[1:]:
         combined = jnp.logical_and(combined, mask)
     return combined
+
+
+@flax.struct.dataclass
+class IndexMask:
+    """A mask that follows from places in the arrays alone, which fused kernels need not store.
+
+    Query i and key j are at places i and j; keys that are not valid are seen by nobody.
+
+    Attributes:
+      valid: bool [B, S], True where a key is real; None means all.
+      causal: Each query sees its own place and those before it.
+      window: Each query sees places less than this far away; None means all.
+    """
+
+    valid: jax.Array | None = None
+    causal: bool = flax.struct.field(pytree_node=False, default=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def dense(self, query_length: int, key_length: int) -> jax.Array | None:
+        """The same mask as an array: bool [B or 1, 1, T, S], or None where everybody sees everything."""
+        queries = jnp.arange(query_length, dtype=jnp.int32)[None, :]
+        keys = jnp.arange(key_length, dtype=jnp.int32)[None, :]
+        return combine_masks(
+            causal_mask(queries, keys) if self.causal else None,
+            None if self.window is None else window_mask(queries, keys, self.window),
+            None if self.valid is None else padding_mask(self.valid),
+        )
+
+
+def _check_positions(*positions: jax.Array) -> None:
+    for each in positions:
+        if each.ndim != 2 or not jnp.issubdtype(each.dtype, jnp.integer):
+            raise ConfigError(f"positions must be whole numbers [B or 1, T], got {each.dtype}{list(each.shape)}")

@@ -38,7 +38,12 @@ def sinusoidal(positions: jax.Array, d_model: int) -> jax.Array:
 
     Returns:
       float32 [..., D].
+
+    Raises:
+      ConfigError: For a width below 1.
     """
+    if d_model < 1:
+        raise ConfigError(f"d_model must be at least 1, got {d_model}")
     feature = jnp.arange(d_model)
     rates = 10_000.0 ** (-(feature // 2 * 2).astype(jnp.float32) / d_model)
     angles = positions[..., None].astype(jnp.float32) * rates.reshape((1,) * positions.ndim + (-1,))
@@ -47,7 +52,19 @@ def sinusoidal(positions: jax.Array, d_model: int) -> jax.Array:
 
 
 def sinusoidal_positions(length: int, d_model: int) -> jax.Array:
-    """The table of `sinusoidal` for positions 0 to length - 1: float32 [T, D]."""
+    """The table of `sinusoidal` for positions 0 to length - 1.
+
+    Args:
+      length: Positions (T).
+      d_model: Width (D), even or odd.
+
+    Returns:
+      float32 [T, D].
+
+    Example:
+      >>> sinusoidal_positions(2, 4).round(4).tolist()
+      [[0.0, 1.0, 0.0, 1.0], [0.8414999842643738, 0.5403000116348267, 0.009999999776482582, 0.9998999834060669]]
+    """
     return sinusoidal(jnp.arange(length), d_model)
 
 
@@ -65,8 +82,17 @@ def rotary(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
       [B, T, H, K], in the dtype of x.
 
     Raises:
-      ConfigError: If head_dim K is odd.
+      ConfigError: If head_dim K is odd, or x is not [B, T, H, K], or positions are not whole numbers [B or 1, T].
+
+    Example:
+      >>> x = jnp.ones((1, 3, 1, 2))
+      >>> rotary(x, jnp.arange(3)[None])[0, :, 0].round(2).tolist()[0]
+      [1.0, 1.0]
     """
+    if x.ndim != 4 or positions.ndim != 2 or positions.shape[1] != x.shape[1]:
+        raise ConfigError(f"rotary takes x [B, T, H, K] and positions [B or 1, T], got {x.shape} and {positions.shape}")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ConfigError(f"positions must be whole numbers, got {positions.dtype}")
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ConfigError(f"rotary positions need an even head_dim, got {head_dim}")
@@ -84,9 +110,21 @@ def alibi_slopes(num_heads: int) -> jax.Array:
     For a number of heads that is no power of two, the paper's rule: the sequence of the power below, then every
     other slope of the sequence of the power above.
 
+    Args:
+      num_heads: H.
+
     Returns:
       float32 [H].
+
+    Raises:
+      ConfigError: For less than one head.
+
+    Example:
+      >>> alibi_slopes(4).tolist()
+      [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    if num_heads < 1:
+        raise ConfigError(f"num_heads must be at least 1, got {num_heads}")
     power = 2 ** (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
@@ -103,6 +141,10 @@ def alibi_bias(num_heads: int, query_positions: jax.Array, key_positions: jax.Ar
 
     Returns:
       float32 [B or 1, H, T, S].
+
+    Example:
+      >>> alibi_bias(8, jnp.array([[5]]), jnp.arange(6)[None])[0, 0, 0].tolist()
+      [-2.5, -2.0, -1.5, -1.0, -0.5, -0.0]
     """
     distance = jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :])
     return -alibi_slopes(num_heads)[None, :, None, None] * distance.astype(jnp.float32)

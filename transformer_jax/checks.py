@@ -1,0 +1,61 @@
+"""Checks of plain values, each with its message: what the field is, what was given, and what would do."""
+
+import difflib
+import types
+import typing
+from typing import Any, Literal, get_args, get_origin
+
+from transformer_jax.errors import ConfigError
+
+
+def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
+    """The message for a name that does not exist, with the closest one that does, or all of them."""
+    valid = list(valid)
+    close = difflib.get_close_matches(str(name), valid, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it is one of {', '.join(valid)}"
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def check_types(config: Any, section: str) -> None:
+    """Holds each field to its annotation, so that a 2.0 or a "2" fails here and not far away."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        choices = get_args(hint) if get_origin(hint) is Literal else None
+        if choices is not None:
+            if value not in choices:
+                raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
+        elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
+            object.__setattr__(config, name, float(value))
+        elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
+            raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
+
+
+def _allows(hint: Any, kind: type) -> bool:
+    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+    return kind in [get_origin(option) or option for option in options]
+
+
+def _describe(hint: Any) -> str:
+    if hint == tuple[str, ...]:
+        return "a tuple of strings"
+    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return " or ".join(names[option] for option in options)
+
+
+def check_positive(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{section}.{name} must be a positive number, got {value}")
+
+
+def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {value}")
+
+
+def nearest_divisor(total: int, wanted: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))
