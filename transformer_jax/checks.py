@@ -44,6 +44,7 @@ def _describe(hint: Any) -> str:
 
 
 def check_positive(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    """Holds fields to positive, finite numbers; None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
@@ -51,6 +52,7 @@ def check_positive(config: Any, section: str, names: typing.Iterable[str]) -> No
 
 
 def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    """Holds fields to [0, 1); None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:
@@ -58,4 +60,5 @@ def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
 
 
 def nearest_divisor(total: int, wanted: int) -> int:
+    """The divisor of a number that comes nearest to the one wanted: what an error can propose."""
     return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))

@@ -69,5 +69,5 @@ class LayerCache:
 
     @property
     def memory(self) -> tuple[jax.Array, jax.Array] | None:
-        """This layer's keys and values of the source, each [B, S', G, K]."""
+        """The layer's keys and values of the source, each [B, S', G, K]."""
         return None if self.cache.memory is None else jax.tree.map(lambda x: x[self.layer], self.cache.memory)

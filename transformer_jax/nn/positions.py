@@ -62,8 +62,8 @@ def sinusoidal_positions(length: int, d_model: int) -> jax.Array:
       float32 [T, D].
 
     Example:
-      >>> sinusoidal_positions(2, 4).round(4).tolist()
-      [[0.0, 1.0, 0.0, 1.0], [0.8414999842643738, 0.5403000116348267, 0.009999999776482582, 0.9998999834060669]]
+      >>> [[round(float(x), 3) for x in row] for row in sinusoidal_positions(2, 5)]
+      [[0.0, 1.0, 0.0, 1.0, 0.0], [0.841, 0.54, 0.025, 1.0, 0.001]]
     """
     return sinusoidal(jnp.arange(length), d_model)
 
