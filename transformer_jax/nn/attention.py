@@ -203,15 +203,14 @@ class MultiHeadAttention(nn.Module):
             key = rotary(key, positions, self.rotary_base)
         if cache is not None:
             cache, key, value = cache.write(key, value)
+        dropping = self.dropout > 0 and not deterministic
         result = dot_product_attention(
             query,
             key,
             value,
             mask,
             bias,
-            dropout=nn.Dropout(self.dropout, deterministic=deterministic)
-            if self.dropout and not deterministic
-            else None,
+            dropout=nn.Dropout(self.dropout, deterministic=False) if dropping else None,
             implementation="xla" if cache is not None or isinstance(memory, tuple) else self.implementation,
             return_weights=return_weights,
         )
