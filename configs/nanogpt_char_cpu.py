@@ -6,32 +6,17 @@ Measured on 2 cores of a cloud Xeon, 2026-11-30, jax 0.10.2: validation 1.9051 n
 publishes 1.88, on a sample of the validation part.
 """
 
-from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from dataclasses import replace
 
-CONFIG = Config(
+from transformer_jax import DataConfig, preset
+
+_GPU = preset("nanogpt_char")
+
+CONFIG = replace(
+    _GPU,
     data=DataConfig(corpus="tiny_shakespeare"),
-    model=ModelConfig(
-        context=64,
-        d_model=128,
-        num_heads=4,
-        num_layers=4,
-        positions="learned",
-        norm="layer",
-        norm_eps=1e-5,
-        qk_norm=False,
-        feed_forward="gelu",
-        tie_embeddings=True,
-        init="gpt2",
+    model=replace(
+        _GPU.model, context=64, d_model=128, num_heads=4, num_layers=4, dropout=0.0, attention_dropout=0.0, unroll=4
     ),
-    optim=OptimConfig(
-        optimizer="adamw",
-        learning_rate=1e-3,
-        b1=0.9,
-        b2=0.99,
-        weight_decay=0.1,
-        warmup_steps=100,
-        final_fraction=0.1,
-        clip_norm=1.0,
-    ),
-    train=TrainConfig(steps=2_000, batch_size=12, average_decay=None),
+    train=replace(_GPU.train, steps=2_000, batch_size=12),
 )

@@ -18,6 +18,7 @@ ROOMS = [
     ["errors"],
     ["checks"],
     ["config"],
+    ["presets"],
     ["nn"],
     ["data"],
     ["generation"],

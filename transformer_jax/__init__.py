@@ -16,6 +16,7 @@ _EXPORTS = {
     "create_model": "nn",
     "generate": "generation",
     "load_run": "training.runs",
+    "preset": "presets",
 }
 
 __all__ = ["__version__", *_EXPORTS]

@@ -18,7 +18,7 @@ NormPosition = Literal["pre", "post"]
 Attention = Literal["full", "none"]
 FeedForwardKind = Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "none"]
 Residual = Literal["add", "none"]
-Init = Literal["fan_in", "xavier", "gpt2", "zero_output"]
+Init = Literal["fan_in", "xavier", "normal", "gpt2", "zero_output"]
 AttentionImpl = Literal["auto", "xla", "cudnn", "tpu"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Corpus = Literal["plays", "tiny_shakespeare", "file"]
@@ -318,7 +318,8 @@ def resolve(config: Config, vocab_size: int) -> Config:
     """Fills in what is known only when a run is created, so that it never changes afterwards."""
     if config.model.vocab_size not in (None, vocab_size):
         raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size} and the text has {vocab_size} symbols; leave the field out"
+            f"model.vocab_size is {config.model.vocab_size} and the text has {vocab_size} symbols; "
+            "leave the field out, or give --model.vocab-size None"
         )
     return dataclasses.replace(
         config,

@@ -91,7 +91,8 @@ class Blocks(nn.Module):
             raise ConfigError(unknown("init", self.weight_init, INITS))
         return INITS[self.weight_init](self._residual_maps)
 
-    def _norm(self, name: str) -> Any:
+    @nn.nowrap
+    def _norm(self, name: str | None) -> Any:
         return make_norm(self.norm, eps=self.norm_eps, affine=self.norm_affine, use_bias=self.use_bias, name=name)
 
 

@@ -222,8 +222,8 @@ class Head(nn.Module):
         """
         width = x.shape[-1]
         if self.transform is not None:
-            x = _gelu(nn.Dense(width, dtype=x.dtype, kernel_init=self.transform_init, name="transform")(x))
-            x = self.transform(name="transform_norm")(x)
+            x = _gelu(nn.Dense(width, dtype=x.dtype, kernel_init=self.transform_init, name="dense")(x))
+            x = self.transform(name="norm")(x)
         kernel = self.param("kernel", self.kernel_init, (width, self.vocab_size)) if table is None else table.T
         logits = jnp.einsum("BTD,DV->BTV", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
         if self.use_bias:
@@ -260,6 +260,8 @@ INITS: dict[str, Callable[[int], Inits]] = {
         nn.initializers.variance_scaling(1.0, "fan_out", "normal"),
         nn.initializers.xavier_uniform(),
     ),
+    # Devlin et al. 2019, as in BERT's code.
+    "normal": lambda maps: Inits(*[nn.initializers.normal(0.02)] * 4),
     # Radford et al. 2019, section 2.3: the maps into the residual stream shrink with their number.
     "gpt2": lambda maps: Inits(
         nn.initializers.normal(0.02),
