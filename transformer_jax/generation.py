@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
-from transformer_jax.nn import KVCache, Transformer
+from transformer_jax.nn import KVCache, RecurrentLM, RecurrentState, Transformer
 
 _CHUNK = 32
 """Most tokens made by one call of the compiled loop: how often a stream gets something to show."""
@@ -47,7 +47,7 @@ class _Loop:
       finite: bool, whether all logits so far were finite.
     """
 
-    cache: KVCache
+    cache: KVCache | RecurrentState
     window: jax.Array
     newest: jax.Array
     made: jax.Array
@@ -83,7 +83,7 @@ def draw(keys: jax.Array, logits: jax.Array, filters: Filters) -> jax.Array:
 
 
 def generate(
-    model: Transformer,
+    model: Transformer | RecurrentLM,
     params: Any,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
@@ -100,7 +100,7 @@ def generate(
 
     A row's window holds its newest tokens: the last `context` of its prompt at first. When it is full, the row goes
     on from its last context / 2 tokens. That is decided for each row alone, and each row has its own random keys, so
-    that a row does not depend on those beside it.
+    that a row does not depend on those beside it. A recurrent model has no window once it has read its prompt.
 
     Args:
       model: From `create_model`.
@@ -148,7 +148,7 @@ def generate(
 
 
 def _pieces(
-    model: Transformer, params: Any, keys: jax.Array, filters: Filters, loop: _Loop, num_tokens: int
+    model: Transformer | RecurrentLM, params: Any, keys: jax.Array, filters: Filters, loop: _Loop, num_tokens: int
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Runs the loop a chunk at a time."""
     for first in range(0, num_tokens, _CHUNK):
@@ -159,7 +159,7 @@ def _pieces(
 
 
 @partial(jax.jit, static_argnums=0)
-def _prefill(model: Transformer, params: Any, ids: jax.Array, valid: jax.Array) -> _Loop:
+def _prefill(model: Transformer | RecurrentLM, params: Any, ids: jax.Array, valid: jax.Array) -> _Loop:
     """Fills the cache with all tokens of the prompts but the last of each.
 
     Args:
@@ -179,13 +179,14 @@ def _prefill(model: Transformer, params: Any, ids: jax.Array, valid: jax.Array) 
 
 @partial(jax.jit, static_argnums=0, donate_argnames="loop")
 def _advance(
-    model: Transformer, params: Any, keys: jax.Array, filters: Filters, loop: _Loop, until: jax.Array
+    model: Transformer | RecurrentLM, params: Any, keys: jax.Array, filters: Filters, loop: _Loop, until: jax.Array
 ) -> _Loop:
     """Makes tokens until there are `until`, at most a chunk of them."""
     first = loop.made
 
     def step(loop: _Loop) -> _Loop:
-        loop = jax.lax.cond(jnp.any(loop.cache.length >= loop.cache.capacity), slide, lambda x: x, loop)
+        if isinstance(loop.cache, KVCache):
+            loop = jax.lax.cond(jnp.any(loop.cache.length >= loop.cache.capacity), slide, lambda x: x, loop)
         rows = jnp.arange(loop.newest.shape[0])
         window = loop.window.at[rows, loop.cache.length].set(loop.newest)
         logits, cache = model.apply({"params": params}, loop.newest[:, None], cache=loop.cache)
@@ -205,7 +206,7 @@ def _advance(
             empty = model.init_cache(batch, capacity)
             _, fresh = model.apply({"params": params}, window[:, :half], cache=empty)
         else:
-            fresh = loop.cache.replace(length=jnp.zeros_like(loop.cache.length))
+            fresh = loop.cache.cleared()
 
         def choose(new: jax.Array, old: jax.Array, axis: int) -> jax.Array:
             return jnp.where(full.reshape([-1 if i == axis else 1 for i in range(new.ndim)]), new, old)

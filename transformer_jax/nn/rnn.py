@@ -106,7 +106,7 @@ class RecurrentLayer(nn.Module):
         read = nn.DenseGeneral(
             (gates, width), use_bias=self.use_bias, dtype=self.dtype, kernel_init=self.kernel_init, name="input"
         )(x).astype(jnp.float32)
-        kernel = self.param("recurrent", _orthogonal, (width, gates, width)).astype(self.dtype)
+        kernel = self.param("recurrent_kernel", _orthogonal, (width, gates, width)).astype(self.dtype)
         bias = None
         if self.kind == "gru" and self.use_bias:
             bias = self.param("recurrent_bias", nn.initializers.zeros, (width,))
@@ -140,6 +140,7 @@ class RecurrentLM(nn.Module):
     Attributes:
       architecture: "rnn", "gru" or "lstm".
       vocab_size: Symbols (V).
+      context: Longest prompt that is read; the state itself has no limit.
       d_model: Width of embeddings and states (D).
       num_layers: Depth (L).
       tie_embeddings, scale_embeddings, head_bias, use_bias, dropout, compute_dtype, unroll: See `ModelConfig`.
@@ -157,6 +158,7 @@ class RecurrentLM(nn.Module):
 
     architecture: str = "rnn"
     vocab_size: int = 0
+    context: int = 64
     d_model: int = 128
     num_layers: int = 1
     tie_embeddings: bool = False

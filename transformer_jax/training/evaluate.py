@@ -32,7 +32,7 @@ class Evaluator:
     def __init__(self, config: Config, placement: Placement) -> None:
         self._context = config.model.context
         self._placement = placement
-        model = dataclasses.replace(config.model, compute_dtype="float32")
+        model = dataclasses.replace(config.model, compute_dtype="float32", attention_impl="auto")
         self._step = jax.jit(partial(eval_step, dataclasses.replace(config, model=model)))
 
     def loss(self, params: Any, ids: np.ndarray, batch_size: int = BATCH_SIZE) -> float:

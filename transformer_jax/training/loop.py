@@ -19,7 +19,7 @@ from transformer_jax.config import Config, differences, resolve, to_dict
 from transformer_jax.data.batches import Corpus, Windows, load_corpus
 from transformer_jax.errors import ConfigError, TransformerJaxError
 from transformer_jax.generation import generate
-from transformer_jax.nn import create_model
+from transformer_jax.nn import create_model, kernels
 from transformer_jax.training import runs, sharding
 from transformer_jax.training.checkpoint import Metadata
 from transformer_jax.training.evaluate import Evaluator, bits
@@ -30,7 +30,9 @@ from transformer_jax.training.step import TrainState, all_finite, compile_train_
 MAY_CHANGE = (
     "data.path",
     "model.attention_dropout",
+    "model.attention_impl",
     "model.dropout",
+    "model.feed_forward_dropout",
     "model.remat",
     "model.unroll",
     "optim.clip_norm",
@@ -107,6 +109,11 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
       TransformerJaxError: If the loss or the gradients stop being finite.
       Interrupted: After SIGINT or SIGTERM, with the state saved.
     """
+    if config.model.architecture in ("encoder", "encoder_decoder"):
+        raise ConfigError(
+            f"the trainer predicts the next character, and model.architecture is {config.model.architecture!r}; "
+            "choose decoder, rnn, gru or lstm (the others are there as a library: transformer_jax.nn)"
+        )
     if not resume:
         runs.check_new(out, overwrite=overwrite)
     terminal = Terminal()
@@ -118,6 +125,8 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         f"SHA-256 {corpus.sha256[:12]}"
     )
     with placement.use():
+        if not config.model.recurrent:
+            terminal.say(f"attention  {kernels.explain(config.model)}")
         if resume:
             run = runs.RunFolder(out)
             metadata, state, skipped = runs.open_newest(run, placement.replicated)

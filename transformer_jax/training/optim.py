@@ -46,7 +46,8 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 def decay_mask(params: Any) -> Any:
     """True for matrices and embeddings; norms and biases are never decayed, stacked or not."""
-    return jax.tree.map_with_path(lambda path, _: leaf_name(path).split("/")[-1] in ("kernel", "embedding"), params)
+    decayed = ("kernel", "recurrent_kernel", "embedding")
+    return jax.tree.map_with_path(lambda path, _: leaf_name(path).split("/")[-1] in decayed, params)
 
 
 _MUON_AXES = {
