@@ -32,6 +32,20 @@ def check_valid(name: str, valid: jax.Array | None, shape: tuple[int, ...]) -> N
         )
 
 
+def check_rows(length: jax.Array, batch: int) -> None:
+    """Holds a cache to the rows of the call.
+
+    Args:
+      length: The cache's own, int32 [B].
+      batch: Rows of the call.
+
+    Raises:
+      ConfigError: Naming both.
+    """
+    if length.shape != (batch,):
+        raise ConfigError(f"the cache has {length.shape[0]} rows, and the call {batch}")
+
+
 def concrete(x: jax.Array) -> int | None:
     """The value of a scalar, or None inside jit."""
     try:

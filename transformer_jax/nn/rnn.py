@@ -15,7 +15,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given
 from transformer_jax.nn.axes import constrain
-from transformer_jax.nn.inputs import check_ids, check_valid
+from transformer_jax.nn.inputs import check_ids, check_rows, check_valid
 from transformer_jax.nn.layers import INITS, Embedding, Head
 
 CELLS = {"rnn": 1, "gru": 3, "lstm": 4}
@@ -198,6 +198,8 @@ class RecurrentLM(nn.Module):
         """
         check_ids("ids", ids, self.vocab_size)
         check_valid("valid", valid, ids.shape)
+        if cache is not None:
+            check_rows(cache.length, ids.shape[0])
         if set(capture) - {"hidden"}:
             raise ConfigError(f"a recurrent model can capture 'hidden' only, and not {list(capture)}")
         if self.weight_init not in INITS:

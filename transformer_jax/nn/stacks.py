@@ -13,7 +13,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given, taken
 from transformer_jax.nn.blocks import Blocks, DecoderLayer, EncoderLayer
 from transformer_jax.nn.cache import KVCache, LayerCache
-from transformer_jax.nn.inputs import check_valid, concrete
+from transformer_jax.nn.inputs import check_rows, check_valid, concrete
 from transformer_jax.nn.masks import IndexMask, causal_mask, combine_masks, window_mask
 from transformer_jax.nn.positions import alibi_bias, token_positions
 
@@ -172,8 +172,7 @@ class Decoder(Stack):
         if cache is None:
             slots, mask, bias = None, self._mask(valid, True, positions), self._bias(positions, positions)
         else:
-            if cache.length.shape != (batch,):
-                raise ConfigError(f"the cache has {cache.length.shape[0]} rows, and the call {batch}")
+            check_rows(cache.length, batch)
             new_length = cache.length + (length if valid is None else jnp.sum(valid, axis=1, dtype=jnp.int32))
             needed = concrete(new_length.max())
             if needed is not None and needed > cache.capacity:

@@ -13,7 +13,7 @@ from transformer_jax.nn.attention import given, taken
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.blocks import field_names
 from transformer_jax.nn.cache import KVCache
-from transformer_jax.nn.inputs import check_ids, check_valid
+from transformer_jax.nn.inputs import check_ids, check_rows, check_valid
 from transformer_jax.nn.layers import Embedding, Head
 from transformer_jax.nn.positions import sinusoidal, token_positions
 from transformer_jax.nn.rnn import CELLS, RecurrentLM
@@ -88,6 +88,8 @@ class _Model(Stack):
     ) -> None:
         check_ids(name, ids, vocab_size)
         check_valid("valid" if name == "ids" else f"{name}_valid", valid, ids.shape)
+        if cache is not None:
+            check_rows(cache.length, ids.shape[0])
         if self.positions == "learned" and cache is None and ids.shape[1] > self.context:
             raise ConfigError(f"{ids.shape[1]} tokens are more than the {self.context} learned positions")
 
