@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from transformer_jax.errors import ConfigError
-from transformer_jax.nn import KVCache, causal_mask, combine_masks, dot_product_attention, padding_mask, window_mask
+from transformer_jax.nn import (
+    KVCache,
+    alibi_slopes,
+    causal_mask,
+    combine_masks,
+    dot_product_attention,
+    padding_mask,
+    rotary,
+    sinusoidal_positions,
+    window_mask,
+)
 from transformer_jax.nn.cache import LayerCache
 
 
@@ -61,8 +71,34 @@ def test_refuses_what_does_not_fit():
         dot_product_attention(x[0], x, x)
     with pytest.raises(ConfigError, match="4 query heads are no multiple of 3"):
         dot_product_attention(x, x[:, :, :3], x[:, :, :3])
-    with pytest.raises(ConfigError, match="must be bool"):
-        dot_product_attention(x, x, x, jnp.ones((1, 1, 3, 3)))
+    for arguments, said in (
+        ((x, x, x[:, :2]), r"do not fit together: query \[1, 3, 4, 8\], key \[1, 3, 4, 8\], value \[1, 2, 4, 8\]"),
+        ((x, x[..., :4], x[..., :4]), "do not fit together"),
+        ((x, x, x, jnp.ones((1, 1, 3, 3))), r"a mask must be bool, True = may attend, got float32\[1, 1, 3, 3\]"),
+        ((x, x, x, jnp.ones((3, 3), bool)), r"broadcast to \[B, H, T, S\] = \[1, 4, 3, 3\], got \[3, 3\]"),
+        ((x, x, x, jnp.ones((1, 1, 3, 4), bool)), r"got \[1, 1, 3, 4\]"),
+        ((x, x, x, None, jnp.ones((1, 1, 3, 3), bool)), "a bias must be a float, added to the scores, got bool"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            dot_product_attention(*arguments)
+
+
+def test_masks_and_positions_of_another_kind():
+    ids, positions = jnp.array([[7, 8, 0]]), jnp.arange(3)[None]
+    for call, said in (
+        (lambda: padding_mask(ids), r"valid must be bool \[B, S\], True = a real token, got int32\[1, 3\]"),
+        (lambda: combine_masks(None, ids), "a mask must be bool, True = may attend, got int32"),
+        (lambda: causal_mask(positions.astype(jnp.float32), positions), "positions must be whole numbers"),
+        (lambda: causal_mask(positions[0], positions), r"\[B or 1, T\], got int32\[3\]"),
+        (lambda: window_mask(positions, positions, 0), "a window must be at least 1"),
+        (lambda: rotary(jnp.ones((1, 3, 2, 4)), positions.astype(jnp.float32)), "whole numbers, got float32"),
+        (lambda: rotary(jnp.ones((1, 3, 2, 4)), positions[:, :2]), "rotary takes x"),
+        (lambda: rotary(jnp.ones((1, 3, 2, 5)), positions), "even head_dim, got 5"),
+        (lambda: alibi_slopes(0), "at least 1, got 0"),
+        (lambda: sinusoidal_positions(3, 0), "at least 1, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            call()
 
 
 def test_products_add_up_in_float32():

@@ -281,6 +281,11 @@ def test_lengths_are_checked():
     _, cache = model.apply({"params": params}, ids[:, :3], cache=model.init_cache(2, 3))
     with pytest.raises(ConfigError, match="holds 3 tokens and would need 4"):
         model.apply({"params": params}, ids[:, :1], cache=cache)
+    # Inside jit nothing can be refused: the token is dropped, and what comes out is finite.
+    logits, after = forward(model, params, ids[:, :1], cache=cache)
+    assert jnp.isfinite(logits).all()
+    np.testing.assert_array_equal(after.length, [3, 3])
+    jax.tree.map(np.testing.assert_array_equal, after.keys, cache.keys)
 
 
 @pytest.mark.parametrize("field", ["positions", "norm_position", "attention", "residual"])
