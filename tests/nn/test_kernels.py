@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,15 @@ def test_every_implementation_answers_for_every_feature():
     assert all(kernels.SUPPORT["xla"].values())
     with pytest.raises(ConfigError, match="unknown attention_impl 'flash'"):
         kernels.choose("flash", [], **PLAIN)
+
+
+def test_the_documentation_has_the_same_table():
+    text = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    cells = {row[0]: row[1:] for row in rows}
+    for need in kernels.SUPPORT["xla"]:
+        said = [cell != "no" for cell in cells[need]]
+        assert said == [kernels.SUPPORT[name][need] for name in ("xla", "cudnn", "tpu")], need
 
 
 def test_what_attention_needs_is_seen_in_its_arguments(monkeypatch):
