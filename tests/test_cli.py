@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -233,6 +234,32 @@ def test_sampling_needs_no_text_and_evaluation_says_what_is_missing(capsys, conf
     path.unlink()
     assert run(capsys, "sample", out, "--tokens", 20)[1] == before
     assert "does not exist" in refused(capsys, "evaluate", out)
+
+
+def test_inspect(capsys, trained, tmp_path):
+    picture = tmp_path / "gpt2.svg"
+    status, out, _ = run(capsys, "inspect", "gpt2", "--svg", picture)
+    assert status == 0
+    assert "124,439,808" in out
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+    _, out, err = run(capsys, "inspect", trained, "--json")
+    assert err == ""  # a run knows its vocabulary
+    found = json.loads(out)
+    parameters = json.loads((trained / "summary.json").read_text(encoding="utf-8"))["parameters"]
+    assert found["totals"]["parameters"] == parameters == sum(p["count"] for p in found["parameters"])
+    shutil.copytree(trained / "checkpoints", tmp_path / "alone")
+    assert json.loads(run(capsys, "inspect", tmp_path / "alone", "--json")[1])["totals"] == found["totals"]
+    _, out, _ = run(capsys, "inspect", "gpt2", "modern")
+    assert "positions" in out
+    assert "rotary" in out
+    assert "did you mean 'gpt2'?" in refused(capsys, "inspect", "gtp2")
+    assert "draws one model, and there are two" in refused(capsys, "inspect", "gpt2", "bert", "--svg", picture)
+
+
+def test_a_preset_is_a_config(capsys):
+    assert "needs at least" in refused(capsys, "train", "--config", "week_16", "--data.corpus", "file")
+    assert "model.architecture is 'encoder'" in refused(capsys, "train", "--config", "post_55")
+    assert "one of module_6" in refused(capsys, "train", "--config", "week_17")
 
 
 def test_help_version_and_unknown_commands(capsys):

@@ -20,6 +20,8 @@ ROOMS = [
     ["config"],
     ["presets"],
     ["nn"],
+    ["flops"],
+    ["inspection"],
     ["data"],
     ["generation"],
     ["compile_cache"],
@@ -32,6 +34,7 @@ ROOMS = [
     ["cli"],
 ]
 INSIDE = {
+    "inspection": ["diagram", "figures", "terminal", "svg", "command"],
     "nn": [
         "positions",
         "masks",

@@ -1,4 +1,4 @@
-"""The command line: `transformer-jax train | sample | evaluate`."""
+"""The command line: `transformer-jax train | sample | evaluate | inspect`."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.config import Config, field_names, from_dict, unresolve
 from transformer_jax.data.batches import SPLITS
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
+from transformer_jax.presets import PRESETS
 
 _USAGE_STATUS = 2
 
@@ -26,7 +27,8 @@ class _Where:
     """Train a model.
 
     Attributes:
-      config: A Python file that sets CONFIG, or the config.json of a run; other flags change single fields of it.
+      config: A Python file that sets CONFIG, the config.json of a run, or a preset such as nanogpt_char; other flags
+        change single fields of it.
       out: Folder of the run; a new one under runs/ where it is left out.
       resume: Go on from the newest good checkpoint of --out.
       overwrite: Replace the run in --out.
@@ -86,10 +88,34 @@ class _Evaluate:
     json: bool = False
 
 
+@dataclasses.dataclass
+class _Inspect:
+    """Show a model's diagram, parameters and FLOPs before it runs, or what tells two apart.
+
+    Attributes:
+      what: A preset's name, the folder of a run, or a config file.
+      other: Another one, to compare with the first.
+      vocab_size: Symbols, in place of the config's; where neither says it, the other's or 65.
+      svg: Also draw the model into this file.
+      json: Print one JSON object.
+    """
+
+    what: tyro.conf.Positional[str]
+    other: tyro.conf.Positional[str | None] = None
+    vocab_size: int | None = None
+    svg: Path | None = None
+    json: bool = False
+
+
 def main(args: list[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 2 for an error, 128 + the signal for an interrupted run."""
     args = list(sys.argv[1:] if args is None else args)
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "sample": _sample, "evaluate": _evaluate}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "sample": _sample,
+        "evaluate": _evaluate,
+        "inspect": _inspect,
+    }
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     try:
@@ -124,7 +150,8 @@ def main(args: list[str] | None = None) -> int:
 
 def _help(commands: dict[str, Any]) -> str:
     lines = [
-        f"  {name:<10}{_first_line(kind)}" for name, kind in zip(commands, (_Where, _Sample, _Evaluate), strict=True)
+        f"  {name:<10}{_first_line(kind)}"
+        for name, kind in zip(commands, (_Where, _Sample, _Evaluate, _Inspect), strict=True)
     ]
     return "\n".join(
         [
@@ -245,6 +272,34 @@ def _evaluate(args: list[str]) -> int:
     return 0
 
 
+def _inspect(args: list[str]) -> int:
+    options = tyro.cli(_Inspect, args=args, prog=_prog("inspect"))
+    from transformer_jax.inspection.command import inspect
+    from transformer_jax.training.metrics import escape_unprintable
+
+    escape_unprintable()
+    inspect(
+        options.what,
+        options.other,
+        _find_config,
+        vocab_size=options.vocab_size,
+        picture=options.svg,
+        as_json=options.json,
+    )
+    return 0
+
+
+def _find_config(what: str) -> Config:
+    """The config of a preset, of a run as it was resolved, or in a file."""
+    path = Path(what)
+    if not path.exists() and what not in PRESETS:
+        raise ConfigError(unknown("preset, run or config file", what, PRESETS))
+    inside = path / "config.json"
+    if path.is_dir() and not inside.is_file():
+        return stored_config(path)
+    return load_config(inside if path.is_dir() else path, resolved=True)
+
+
 def _parse_config(args: list[str], default: Config) -> Config:
     """Applies the flags of `train` to a config.
 
@@ -272,17 +327,27 @@ def _parse_config(args: list[str], default: Config) -> Config:
     return from_dict(dataclasses.asdict(parsed))
 
 
-def load_config(path: Path) -> Config:
-    """Reads a config: a Python file that sets CONFIG, or the config.json of a run.
+def load_config(path: Path, *, resolved: bool = False) -> Config:
+    """Reads a config: a Python file that sets CONFIG, the config.json of a run, or a preset's name.
+
+    Args:
+      path: Of the file; a file goes before a preset of the same name.
+      resolved: Keep what the run filled in; otherwise the config can begin another run.
 
     Raises:
       ConfigError: Naming the file and what is wrong with it.
     """
     if not path.is_file():
-        raise ConfigError(f"no config file at {path}; it is a Python file that sets CONFIG, or a run's config.json")
+        if str(path) in PRESETS:
+            return PRESETS[str(path)].config
+        raise ConfigError(
+            f"no config file at {path}; it is a Python file that sets CONFIG, a run's config.json, "
+            f"or one of {', '.join(PRESETS)}"
+        )
     try:
         if path.suffix == ".json":
-            return unresolve(from_dict(json.loads(path.read_text(encoding="utf-8"))))
+            config = from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return config if resolved else unresolve(config)
         found = runpy.run_path(str(path)).get("CONFIG")
     except TypeError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
@@ -309,7 +374,9 @@ def stored_config(out: Path) -> Config:
             return checkpoints.metadata(step).config
         except TransformerJaxError as error:
             _note(str(error))
-    raise CheckpointError(f"no checkpoint in {out}: there is no run to resume; leave out --resume to start one")
+    raise CheckpointError(
+        f"no checkpoint in {out}: it holds no run that saved one; train without --resume to start one"
+    )
 
 
 def _explain(error: TypeError) -> str:

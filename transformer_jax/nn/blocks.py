@@ -15,7 +15,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import MultiHeadAttention, given, taken
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.cache import LayerCache
-from transformer_jax.nn.layers import INITS, FeedForward, Inits, make_norm
+from transformer_jax.nn.layers import INITS, FeedForward, Inits, feed_forward_width, make_norm
 from transformer_jax.nn.masks import IndexMask
 
 _CHOICES = {
@@ -160,7 +160,7 @@ class _Layer(Blocks):
             return x
         inits = self._inits
         ffn = FeedForward(
-            d_ff=self.d_ff or (8 * self.d_model // 3 if self.feed_forward == "swiglu" else 4 * self.d_model),
+            d_ff=feed_forward_width(self.feed_forward, self.d_model, self.d_ff),
             activation=self.feed_forward,
             use_bias=self.use_bias,
             dropout=self.feed_forward_dropout,

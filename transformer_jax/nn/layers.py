@@ -117,6 +117,11 @@ def make_norm(kind: str, *, eps: float, affine: bool, use_bias: bool, name: str 
     raise ConfigError(unknown("norm", kind, NORMS))
 
 
+def feed_forward_width(kind: str, d_model: int, d_ff: int | None) -> int:
+    """The hidden width (F): as given, or 4 D, or 8/3 D for the three maps of "swiglu" (Shazeer 2020, section 3.2)."""
+    return d_ff or (8 * d_model // 3 if kind == "swiglu" else 4 * d_model)
+
+
 class FeedForward(nn.Module):
     """Two linear maps with an activation between them, at each position alone (Vaswani et al. 2017, section 3.3).
 
