@@ -247,7 +247,7 @@ def test_inspect(capsys, trained, tmp_path):
     found = json.loads(out)
     parameters = json.loads((trained / "summary.json").read_text(encoding="utf-8"))["parameters"]
     assert found["totals"]["parameters"] == parameters == sum(p["count"] for p in found["parameters"])
-    shutil.copytree(trained / "checkpoints", tmp_path / "alone")
+    shutil.copytree(trained / "checkpoints", tmp_path / "alone" / "checkpoints")
     assert json.loads(run(capsys, "inspect", tmp_path / "alone", "--json")[1])["totals"] == found["totals"]
     _, out, _ = run(capsys, "inspect", "gpt2", "modern")
     assert "positions" in out

@@ -20,7 +20,9 @@ from transformer_jax.nn import (
     RecurrentLayer,
     RecurrentLM,
     RMSNorm,
+    combine_masks,
     dot_product_attention,
+    padding_mask,
 )
 from transformer_jax.nn.rnn import CELLS, RecurrentState
 
@@ -188,7 +190,7 @@ def test_dot_product_attention(extra, kv_heads):
     assert_same(None, theirs, ours, query, key, value, *([bias] if extra == "bias" else []))
 
 
-@pytest.mark.parametrize("masks", ["", "padding", "bool", "bool for each head", "padding, bool for each head"])
+@pytest.mark.parametrize("masks", ["", "padding", "bool", "padding, bool for each head"])
 @pytest.mark.parametrize("source", ["self", "memory", "wider memory without bias"])
 def test_attention_and_weights(source, masks):
     wider = WIDTH + 8 if "wider" in source else None
@@ -202,9 +204,7 @@ def test_attention_and_weights(source, masks):
     allowed[..., 0] = True
     allowed = allowed if "each head" in masks else allowed[:1, :1]
     their_mask = allowed.reshape(-1, *allowed.shape[2:]) if "each head" in masks else allowed[0, 0]
-    mask = np.ones((1, 1, 1, 1), bool)
-    mask = mask & valid[:, None, None] if "padding" in masks else mask
-    mask = mask & allowed if "bool" in masks else mask
+    mask = combine_masks(padding_mask(valid) if "padding" in masks else None, allowed if "bool" in masks else None)
 
     def their_call(x, memory=None):
         memory = x if memory is None else memory
@@ -218,8 +218,7 @@ def test_attention_and_weights(source, masks):
         )
 
     def our_call(state, *inputs):
-        params = {"params": attention(state)}
-        return ours.apply(params, *inputs, mask=jnp.asarray(mask) if masks else None, return_weights=True)
+        return ours.apply({"params": attention(state)}, *inputs, mask=mask, return_weights=True)
 
     assert_same(perturbed(theirs), their_call, our_call, *inputs)
 
@@ -228,12 +227,12 @@ def test_average_of_attention_weights():
     theirs = perturbed(torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True))
     ours = MultiHeadAttention(HEADS)
 
+    def their_call(x):
+        return theirs(x, x, x, key_padding_mask=hidden_from(VALID))
+
     def our_call(state, x):
         out, weights = ours.apply({"params": attention(state)}, x, mask=IndexMask(VALID), return_weights=True)
         return out, weights.mean(axis=1)
-
-    def their_call(x):
-        return theirs(x, x, x, key_padding_mask=hidden_from(VALID))
 
     assert_same(theirs, their_call, our_call, normal(B, T, WIDTH))
 
@@ -284,20 +283,20 @@ paddings = pytest.mark.parametrize(
 
 @orders
 @activations
-@pytest.mark.parametrize(("kind", "valid"), [(EncoderLayer, None), (EncoderLayer, VALID), (DecoderLayer, VALID)])
-def test_layer_without_source(kind, valid, activation, norm_position):
+@pytest.mark.parametrize("kind", [EncoderLayer, DecoderLayer])
+def test_layer_without_source(kind, activation, norm_position):
     """A decoder layer without a source is PyTorch's encoder layer under a causal mask."""
     causal = kind is DecoderLayer
     theirs = perturbed(torch.nn.TransformerEncoderLayer(**their_settings(norm_position, activation)))
     ours = kind(**our_settings(norm_position, activation))
 
     def their_call(x):
-        return (theirs(x, src_mask=hidden_from(CAUSAL if causal else None), src_key_padding_mask=hidden_from(valid)),)
+        return (theirs(x, src_mask=hidden_from(CAUSAL if causal else None), src_key_padding_mask=hidden_from(VALID)),)
 
     def our_call(state, x):
-        return (ours.apply({"params": layer(state)}, x, mask=IndexMask(valid, causal)),)
+        return (ours.apply({"params": layer(state)}, x, mask=IndexMask(VALID, causal)),)
 
-    assert_same(theirs, their_call, our_call, normal(B, T, WIDTH), keep=valid)
+    assert_same(theirs, their_call, our_call, normal(B, T, WIDTH), keep=VALID)
 
 
 @orders
@@ -308,29 +307,28 @@ def test_layer_without_biases(norm_position):
     assert_same(theirs, lambda x: (theirs(x),), lambda p, x: (ours.apply({"params": layer(p)}, x),), x)
 
 
+def masks_of_target(valid, source_valid):
+    return {
+        "tgt_mask": hidden_from(CAUSAL),
+        "tgt_key_padding_mask": hidden_from(valid),
+        "memory_key_padding_mask": hidden_from(source_valid),
+    }
+
+
 @orders
 @activations
-@paddings
-def test_layer_with_source(valid, source_valid, activation, norm_position):
+def test_layer_with_source(activation, norm_position):
     theirs = perturbed(torch.nn.TransformerDecoderLayer(**their_settings(norm_position, activation)))
     ours = DecoderLayer(cross_attention=True, **our_settings(norm_position, activation))
 
     def their_call(x, memory):
-        return (
-            theirs(
-                x,
-                memory,
-                tgt_mask=hidden_from(CAUSAL),
-                tgt_key_padding_mask=hidden_from(valid),
-                memory_key_padding_mask=hidden_from(source_valid),
-            ),
-        )
+        return (theirs(x, memory, **masks_of_target(VALID, SOURCE_VALID)),)
 
     def our_call(state, x, memory):
-        mask, memory_mask = IndexMask(valid, causal=True), IndexMask(source_valid)
+        mask, memory_mask = IndexMask(VALID, causal=True), IndexMask(SOURCE_VALID)
         return (ours.apply({"params": layer(state)}, x, memory, mask=mask, memory_mask=memory_mask),)
 
-    assert_same(theirs, their_call, our_call, normal(B, T, WIDTH), normal(B, S, WIDTH), keep=valid)
+    assert_same(theirs, their_call, our_call, normal(B, T, WIDTH), normal(B, S, WIDTH), keep=VALID)
 
 
 def final_norm(norm_position):
@@ -363,15 +361,7 @@ def test_stack_with_source(valid, source_valid, norm_position):
     ours = Decoder(num_layers=3, cross_attention=True, **our_settings(norm_position, "gelu"))
 
     def their_call(x, memory):
-        return (
-            theirs(
-                x,
-                memory,
-                tgt_mask=hidden_from(CAUSAL),
-                tgt_key_padding_mask=hidden_from(valid),
-                memory_key_padding_mask=hidden_from(source_valid),
-            ),
-        )
+        return (theirs(x, memory, **masks_of_target(valid, source_valid)),)
 
     def our_call(state, x, memory):
         return (ours.apply({"params": stack(state)}, x, memory, valid=valid, memory_valid=source_valid),)
@@ -390,16 +380,8 @@ def test_whole_transformer(valid, source_valid, norm_position):
     decoder = Decoder(num_layers=6, cross_attention=True, **our_settings(norm_position, "relu"))
 
     def their_call(source, target):
-        return (
-            theirs(
-                source,
-                target,
-                tgt_mask=hidden_from(CAUSAL),
-                src_key_padding_mask=hidden_from(source_valid),
-                tgt_key_padding_mask=hidden_from(valid),
-                memory_key_padding_mask=hidden_from(source_valid),
-            ),
-        )
+        masks = masks_of_target(valid, source_valid)
+        return (theirs(source, target, src_key_padding_mask=hidden_from(source_valid), **masks),)
 
     def finish(params, x):
         """PyTorch norms the outputs of post-norm stacks, which are normed, once more; our stacks do not."""
@@ -438,6 +420,9 @@ def test_recurrent_layers(kind, bias, valid):
     ours = RecurrentLayer(kind, use_bias=bias)
     count = 2 if kind == "lstm" else 1
 
+    def their_call(x, *states):
+        return run_recurrent(theirs, x, states, valid)
+
     def our_call(state, x, hidden, cell=None):
         cell = jnp.zeros_like(hidden) if cell is None else cell
         finals = []
@@ -446,9 +431,6 @@ def test_recurrent_layers(kind, bias, valid):
             x, *final = ours.apply(params, x, hidden[i], cell[i], valid=valid)
             finals.append(final[:count])
         return x, *stacked(finals)
-
-    def their_call(x, *states):
-        return run_recurrent(theirs, x, states, valid)
 
     initial = [normal(2, B, WIDTH) for _ in range(count)]
     assert_same(theirs, their_call, our_call, normal(B, T, WIDTH), *initial, keep=valid)
