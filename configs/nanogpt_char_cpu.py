@@ -15,8 +15,6 @@ _GPU = preset("nanogpt_char")
 CONFIG = replace(
     _GPU,
     data=DataConfig(corpus="tiny_shakespeare"),
-    model=replace(
-        _GPU.model, context=64, d_model=128, num_heads=4, num_layers=4, dropout=0.0, attention_dropout=0.0, unroll=4
-    ),
+    model=replace(_GPU.model, context=64, d_model=128, num_heads=4, num_layers=4, dropout=0.0, attention_dropout=0.0),
     train=replace(_GPU.train, steps=2_000, batch_size=12),
 )

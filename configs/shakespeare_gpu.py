@@ -9,9 +9,7 @@ from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainC
 
 CONFIG = Config(
     data=DataConfig(corpus="tiny_shakespeare"),
-    model=ModelConfig(
-        context=256, d_model=384, num_heads=6, num_layers=6, dropout=0.2, compute_dtype="bfloat16", unroll=6
-    ),
+    model=ModelConfig(context=256, d_model=384, num_heads=6, num_layers=6, dropout=0.2, compute_dtype="bfloat16"),
     optim=OptimConfig(warmup_steps=100),
     train=TrainConfig(steps=5_000, batch_size=64, eval_every=250, eval_chars=65_536, save_every=500),
 )

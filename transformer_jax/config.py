@@ -71,7 +71,8 @@ class ModelConfig:
       attention_impl: How attention over whole sequences is computed: "xla", the fused kernels "cudnn" and "tpu", or
         "auto"; see `transformer_jax.nn.kernels`. Never changes the answer beyond rounding.
       compute_dtype: Type of matrix products; parameters, norms, softmax and loss stay float32.
-      unroll: How many layers are compiled as straight code; never changes the parameters.
+      unroll: How many layers are compiled as straight code; never changes the parameters. None means all of at most 8,
+        which runs faster, and beyond that one at a time, which compiles faster.
       remat: Recompute each layer in the backward pass instead of storing its activations.
     """
 
@@ -109,7 +110,7 @@ class ModelConfig:
     feed_forward_dropout: float = 0.0
     attention_impl: AttentionImpl = "auto"
     compute_dtype: ComputeDtype = "float32"
-    unroll: int = 4
+    unroll: int | None = None
     remat: bool = False
 
     def __post_init__(self) -> None:
@@ -148,6 +149,11 @@ class ModelConfig:
     def recurrent(self) -> bool:
         """Whether this is a recurrent baseline, without attention."""
         return self.architecture in ("rnn", "gru", "lstm")
+
+    @property
+    def unrolled(self) -> int:
+        """Layers compiled as straight code: `unroll` where it is given."""
+        return self.unroll or (self.num_layers if self.num_layers <= 8 else 1)
 
     @property
     def head_dim(self) -> int:

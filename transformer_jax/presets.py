@@ -44,7 +44,6 @@ _ATTENTION = replace(
     tie_embeddings=True,
     scale_embeddings=True,
     dropout=0.1,
-    unroll=1,
 )
 
 _GPT2 = ModelConfig(
@@ -63,7 +62,6 @@ _GPT2 = ModelConfig(
     init="gpt2",
     dropout=0.1,
     attention_dropout=0.1,
-    unroll=1,
 )
 
 
@@ -108,7 +106,6 @@ PRESETS: dict[str, Preset] = {
                 dropout=0.1,
                 attention_dropout=0.1,
                 feed_forward_dropout=0.1,
-                unroll=1,
             )
         ),
     ),
@@ -213,7 +210,6 @@ PRESETS: dict[str, Preset] = {
                 use_bias=False,
                 dropout=0.2,
                 attention_dropout=0.2,
-                unroll=6,
             ),
             optim=OptimConfig(
                 optimizer="adamw", learning_rate=1e-3, b2=0.99, weight_decay=0.1, warmup_steps=100, final_fraction=0.1
@@ -232,7 +228,6 @@ PRESETS: dict[str, Preset] = {
                 num_kv_heads=4,
                 num_layers=12,
                 compute_dtype="bfloat16",
-                unroll=1,
             ),
             optim=OptimConfig(weight_decay=0.1, warmup_steps=1_000),
             train=TrainConfig(steps=20_000, batch_size=512),

@@ -143,6 +143,12 @@ def test_explain():
         kernels.explain(dataclasses.replace(gpt2, attention_impl="tpu"))
 
 
+def test_parameters_are_made_whatever_the_kernel():
+    config = ModelConfig(vocab_size=9, d_model=16, num_heads=2, attention_impl="tpu")
+    params = jax.eval_shape(create_model(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    assert params["params"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_heads", "window"), list(itertools.product([None, 1], [None, 50])))
 def test_a_model_with_splash_attention(kv_heads, window, monkeypatch):

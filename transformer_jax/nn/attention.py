@@ -128,7 +128,7 @@ class MultiHeadAttention(nn.Module):
       qk_norm: Makes the norm of queries and keys over head_dim; None means none.
       use_bias: Biases of the four linear maps.
       dropout: Rate on the attention weights.
-      implementation: As in `dot_product_attention`; with a cache always "xla".
+      implementation: As in `dot_product_attention`; with a cache, and to make parameters, always "xla".
       dtype: Type of the matrix products.
       kernel_init: Of queries, keys and values.
       output_init: Of the output projection.
@@ -203,6 +203,8 @@ class MultiHeadAttention(nn.Module):
             key = rotary(key, positions, self.rotary_base)
         if cache is not None:
             cache, key, value = cache.write(key, value)
+        # Parameters are made from inputs of any length, on any machine.
+        plain = cache is not None or isinstance(memory, tuple) or self.is_initializing()
         dropping = self.dropout > 0 and not deterministic
         result = dot_product_attention(
             query,
@@ -211,7 +213,7 @@ class MultiHeadAttention(nn.Module):
             mask,
             bias,
             dropout=nn.Dropout(self.dropout, deterministic=False) if dropping else None,
-            implementation="xla" if cache is not None or isinstance(memory, tuple) else self.implementation,
+            implementation="xla" if plain else self.implementation,
             return_weights=return_weights,
         )
         out, weights = result if return_weights else (result, None)

@@ -364,5 +364,5 @@ def create_model(model_config: ModelConfig) -> Transformer | EncoderDecoder | Re
     if model_config.vocab_size is None:
         raise ConfigError("model.vocab_size is not set: give the number of symbols, or resolve it from the data")
     kind = MODELS[model_config.architecture]
-    fields = {name: getattr(model_config, "init" if name == "weight_init" else name) for name in field_names(kind)}
-    return kind(**fields)
+    ours = {"weight_init": "init", "unroll": "unrolled"}
+    return kind(**{name: getattr(model_config, ours.get(name, name)) for name in field_names(kind)})
