@@ -36,11 +36,11 @@ ROOMS = [
 INSIDE = {
     "inspection": ["diagram", "figures", "terminal", "svg", "command"],
     "nn": [
+        "inputs",
         "positions",
         "masks",
         "axes",
         "cache",
-        "inputs",
         "kernels",
         "attention",
         "layers",

@@ -18,7 +18,7 @@ NormPosition = Literal["pre", "post"]
 Attention = Literal["full", "none"]
 FeedForwardKind = Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "none"]
 Residual = Literal["add", "none"]
-Init = Literal["fan_in", "xavier", "normal", "gpt2", "zero_output"]
+Init = Literal["fan_in", "xavier", "bert", "gpt2", "zero_output"]
 AttentionImpl = Literal["auto", "xla", "cudnn", "tpu"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Corpus = Literal["plays", "tiny_shakespeare", "file"]
@@ -63,7 +63,7 @@ class ModelConfig:
       tie_embeddings: The head reuses the token embedding.
       scale_embeddings: Multiply embeddings by sqrt(d_model), as in Vaswani et al. 2017, section 3.4.
       norm_embeddings: A norm over the sum of embeddings and positions (Devlin et al. 2019).
-      head_transform: A linear map, GELU and a norm before the head (Devlin et al. 2019).
+      head_transform: A linear map with bias, GELU and a norm before the head (Devlin et al. 2019).
       init: How weights start; see `transformer_jax.nn.layers.INITS`.
       dropout: Rate on embeddings and on each sub-layer's output.
       attention_dropout: Rate on attention weights.
@@ -72,7 +72,7 @@ class ModelConfig:
         "auto"; see `transformer_jax.nn.kernels`. Never changes the answer beyond rounding.
       compute_dtype: Type of matrix products; parameters, norms, softmax and loss stay float32.
       unroll: How many layers are compiled as straight code; never changes the parameters. None means all of at most 8,
-        which runs faster, and beyond that one at a time, which compiles faster.
+        which runs faster; beyond that and with remat one at a time, which compiles faster and lets remat save memory.
       remat: Recompute each layer in the backward pass instead of storing its activations.
     """
 
@@ -153,7 +153,7 @@ class ModelConfig:
     @property
     def unrolled(self) -> int:
         """Layers compiled as straight code: `unroll` where it is given."""
-        return self.unroll or (self.num_layers if self.num_layers <= 8 else 1)
+        return self.unroll or (1 if self.remat or self.num_layers > 8 else self.num_layers)
 
     @property
     def head_dim(self) -> int:

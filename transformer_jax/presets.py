@@ -116,7 +116,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "attention_is_all_you_need": Preset(
         "Vaswani et al. 2017, base: 6+6 layers, one table for both sides and the head. The paper's attention maps have "
-        "no biases and these do (0.1 % of the parameters); its batches hold 25,000 tokens of each side.",
+        "no biases and these do (0.1 % of the parameters). Its batches hold 25,000 tokens of each side; batch_size, in "
+        "sentences, is not set.",
         Config(
             model=_ATTENTION,
             optim=_noam(512, 4_000),
@@ -132,8 +133,8 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "gpt2": Preset(
-        "Radford et al. 2019, the smallest: 124 million parameters. The learning rate is that of the same size in "
-        "Brown et al. 2020, table 2.1, since the paper gives none.",
+        "Radford et al. 2019, the smallest: 124 million parameters. The paper gives no recipe: the learning rate is "
+        "that of the same size in Brown et al. 2020, table 2.1, the rest is nanoGPT's reproduction.",
         Config(
             model=_GPT2,
             optim=OptimConfig(
@@ -157,7 +158,7 @@ PRESETS: dict[str, Preset] = {
                 norm_embeddings=True,
                 head_transform=True,
                 head_bias=True,
-                init="normal",
+                init="bert",
             ),
             optim=OptimConfig(
                 optimizer="adamw",
@@ -175,7 +176,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "t5_like": Preset(
         "The shape of Raffel et al. 2020, base: 12+12 layers, RMS norm, no biases, ReLU. ALiBi stands for its learned "
-        "bias by distance, scores are scaled, and AdamW stands for Adafactor.",
+        "bias by distance, scores are scaled and the tied head's input is not, and AdamW with the schedule of Vaswani "
+        "et al. stands for Adafactor with its own.",
         Config(
             model=replace(
                 _ATTENTION,

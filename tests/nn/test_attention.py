@@ -5,7 +5,9 @@ import pytest
 
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn import (
+    IndexMask,
     KVCache,
+    alibi_bias,
     alibi_slopes,
     causal_mask,
     combine_masks,
@@ -67,7 +69,7 @@ def test_query_without_keys_is_finite():
 
 def test_refuses_what_does_not_fit():
     x = jnp.ones((1, 3, 4, 8))
-    with pytest.raises(ConfigError, match="rank 4"):
+    with pytest.raises(ConfigError, match=r"query must be floats \[B, T, H, K\], got float32\[3, 4, 8\]"):
         dot_product_attention(x[0], x, x)
     with pytest.raises(ConfigError, match="4 query heads are no multiple of 3"):
         dot_product_attention(x, x[:, :, :3], x[:, :, :3])
@@ -75,6 +77,11 @@ def test_refuses_what_does_not_fit():
         ((x, x, x[:, :2]), r"do not fit together: query \[1, 3, 4, 8\], key \[1, 3, 4, 8\], value \[1, 2, 4, 8\]"),
         ((x, x[..., :4], x[..., :4]), "do not fit together"),
         ((x, x, x, jnp.ones((1, 1, 3, 3))), r"a mask must be bool, True = may attend, got float32\[1, 1, 3, 3\]"),
+        (
+            (x, x, x, IndexMask(jnp.ones((1, 4), bool))),
+            r"valid must be bool\[1, 3\], .* got bool\[1, 4\]",
+        ),
+        ((x.astype(int),) * 3, r"query must be floats \[B, T, H, K\], got int32"),
         ((x, x, x, jnp.ones((3, 3), bool)), r"broadcast to \[B, H, T, S\] = \[1, 4, 3, 3\], got \[3, 3\]"),
         ((x, x, x, jnp.ones((1, 1, 3, 4), bool)), r"got \[1, 1, 3, 4\]"),
         ((x, x, x, None, jnp.ones((1, 1, 3, 3), bool)), "a bias must be a float, added to the scores, got bool"),
@@ -91,9 +98,18 @@ def test_masks_and_positions_of_another_kind():
         (lambda: causal_mask(positions.astype(jnp.float32), positions), "positions must be whole numbers"),
         (lambda: causal_mask(positions[0], positions), r"\[B or 1, T\], got int32\[3\]"),
         (lambda: window_mask(positions, positions, 0), "a window must be at least 1"),
-        (lambda: rotary(jnp.ones((1, 3, 2, 4)), positions.astype(jnp.float32)), "whole numbers, got float32"),
-        (lambda: rotary(jnp.ones((1, 3, 2, 4)), positions[:, :2]), "rotary takes x"),
+        (
+            lambda: rotary(jnp.ones((1, 3, 2, 4)), positions.astype(jnp.float32)),
+            r"whole numbers \[B or 1, T\], got float32",
+        ),
+        (lambda: rotary(jnp.ones((1, 3, 2, 4)), positions[:, :2]), "of different lengths or rows"),
         (lambda: rotary(jnp.ones((1, 3, 2, 5)), positions), "even head_dim, got 5"),
+        (
+            lambda: combine_masks(ids != 0, jnp.ones((1, 2), bool)),
+            r"to one \[B, H, T, S\], got \[1, 3\], \[1, 2\]",
+        ),
+        (lambda: alibi_bias(2, positions[0], positions[0]), "positions must be whole numbers"),
+        (lambda: sinusoidal_positions(-1, 4), "length must be at least 1, got -1"),
         (lambda: alibi_slopes(0), "at least 1, got 0"),
         (lambda: sinusoidal_positions(3, 0), "at least 1, got 0"),
     ):

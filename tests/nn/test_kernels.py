@@ -2,16 +2,19 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from transformer_jax import ModelConfig, create_model, preset
+from transformer_jax.config import resolve
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn import IndexMask, dot_product_attention, kernels
 
 T = 128
+RULES = (("batch", "data"), ("heads", "tensor"), ("kv_heads", "tensor"))
 
 
 def draw(seed, *shape):
@@ -143,10 +146,54 @@ def test_explain():
         kernels.explain(dataclasses.replace(gpt2, attention_impl="tpu"))
 
 
-def test_parameters_are_made_whatever_the_kernel():
-    config = ModelConfig(vocab_size=9, d_model=16, num_heads=2, attention_impl="tpu")
-    params = jax.eval_shape(create_model(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
-    assert params["params"]
+def test_mesh_axes_have_to_divide(monkeypatch):
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    with nn.logical_axis_rules(RULES):
+        for sizes, said in (
+            ({"batch": 3}, "3 batch do not divide into 4 parts of the mesh"),
+            ({"batch": 8, "heads": 4, "kv_heads": 1}, "1 kv_heads do not divide into 2 parts"),
+        ):
+            assert said in kernels.choose("auto", [], **PLAIN, sizes=sizes, platform="tpu")[1]
+            with pytest.raises(ConfigError, match=said):
+                kernels.choose("tpu", [], **PLAIN, sizes=sizes, platform="tpu")
+        even = {"batch": 8, "heads": 4, "kv_heads": 2}
+        assert kernels.choose("auto", [], **PLAIN, sizes=even, platform="tpu")[0] == "tpu"
+
+
+def test_what_cudnn_is_told(monkeypatch):
+    """By JAX's own plain implementation of the same function, in float32."""
+    told = []
+    plain = jax.nn.dot_product_attention
+
+    def stub(*args, implementation, **kwargs):
+        told.append(implementation)
+        return plain(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stub)
+    query, key = draw(0, 2, 6, 4, 8), draw(1, 2, 6, 2, 8)
+    valid = jnp.arange(6)[None] < jnp.array([[6], [4]])
+    for mask, bias in (
+        (None, None),
+        (IndexMask(causal=True), None),
+        (IndexMask(causal=True, window=3), None),
+        (IndexMask(valid), None),
+        (IndexMask(valid, causal=True), draw(2, 1, 4, 1, 6)),
+        (valid[:, None, None, :], None),
+    ):
+        expected = dot_product_attention(query, key, key, mask, bias)
+        np.testing.assert_allclose(kernels.cudnn(query, key, key, mask, bias), expected, atol=1e-5)
+    assert set(told) == {"cudnn"}
+
+
+@pytest.mark.parametrize("name", ["cudnn", "tpu"])
+def test_training_states_are_made_whatever_the_kernel(name):
+    from transformer_jax import Config
+    from transformer_jax.training.step import init_state
+
+    config = Config(model=ModelConfig(vocab_size=9, d_model=16, num_heads=2, attention_impl=name))
+    with jax.numpy_dtype_promotion("standard"):
+        assert jax.eval_shape(lambda: init_state(resolve(config, 9))).params
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Encoders and encoder-decoders: what they see, what they must not, and what they refuse."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,16 @@ import pytest
 
 from transformer_jax import ModelConfig, create_model
 from transformer_jax.errors import ConfigError
-from transformer_jax.nn import Decoder, DecoderLayer, Encoder, MultiHeadAttention, Transformer
+from transformer_jax.nn import (
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    LayerNorm,
+    MultiHeadAttention,
+    RecurrentLayer,
+    Transformer,
+)
 
 V, S, T = 11, 8, 6
 SMALL = ModelConfig(
@@ -33,7 +43,12 @@ def build(**fields):
     model = create_model(dataclasses.replace(SMALL, **fields))
     inputs = (SOURCE, TARGET) if model.__class__.__name__ == "EncoderDecoder" else (SOURCE,)
     params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"]
-    return model, params, jax.jit(lambda params, *args, **kwargs: model.apply({"params": params}, *args, **kwargs))
+
+    @partial(jax.jit, static_argnames="method")
+    def forward(params, *args, **kwargs):
+        return model.apply({"params": params}, *args, **kwargs)
+
+    return model, params, forward
 
 
 def norms(params):
@@ -140,6 +155,18 @@ class TestEncoderDecoder:
         assert jnp.isfinite(logits).all()
         np.testing.assert_allclose(logits[:1], expected, atol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), both, alone)
+
+    def test_what_a_fully_padded_source_holds_never_matters(self):
+        """Nor how long it is, nor where it is encoded: a target without a source has the same logits always."""
+        model, params, forward = build(positions="learned")
+        expected = forward(params, SOURCE[:1], TARGET[:1], source_valid=jnp.zeros((1, S), bool))
+        for source in ((SOURCE[:1] + 3) % V, SOURCE[:1, :3]):
+            none = jnp.zeros(source.shape, bool)
+            found = forward(params, source, TARGET[:1], source_valid=none)
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+            memory = forward(params, source, source_valid=none, method="encode")
+            cache = model.init_cache(1, T, params=params, memory=memory, source_valid=none)
+            np.testing.assert_allclose(forward(params, TARGET[:1], cache=cache)[0], expected, atol=1e-5)
 
     def test_number_of_norms(self):
         for position, expected in (("pre", 17), ("post", 15)):
@@ -264,7 +291,7 @@ class TestRefuses:
             ((SOURCE, TARGET), {"source_valid": jnp.ones((2, S))}, r"source_valid must be bool\[2, 8\]"),
             ((SOURCE, TARGET), {"valid": jnp.ones((2, T), bool)}, "with source_valid and target_valid"),
             ((SOURCE + 20, TARGET), {}, r"source must be in \[0, 11\)"),
-            ((SOURCE, TARGET.astype(jnp.float32)), {}, r"ids must be whole numbers \[B, T\], got float32"),
+            ((SOURCE, TARGET.astype(jnp.float32)), {}, r"target must be whole numbers \[B, T\], got float32"),
         ):
             with pytest.raises(ConfigError, match=said):
                 model.apply(variables, *arguments, **keywords)
@@ -273,6 +300,14 @@ class TestRefuses:
         with pytest.raises(ConfigError, match="with B = 3"):
             model.init_cache(3, 4, params=params, memory=jnp.ones((2, S, 16)))
         cache = model.init_cache(2, 4, params=params, memory=jnp.ones((2, S, 16)))
+        with pytest.raises(ConfigError, match="the cache holds a source already"):
+            model.apply(variables, TARGET, jnp.ones((2, S, 16)), cache=cache, method="decode")
+        with pytest.raises(ConfigError, match=r"memory must be floats \[B, S, 16\], got float32\[2, 8, 8\]"):
+            model.init_cache(2, 4, params=params, memory=jnp.ones((2, S, 8)))
+        with pytest.raises(ConfigError, match=r"init\(...\)\['params'\], got the keys \['params'\]"):
+            model.init_cache(2, 4, params=variables, memory=jnp.ones((2, S, 16)))
+        with pytest.raises(ConfigError, match="at least one row and one token, got 2 and 0"):
+            model.init_cache(2, 0, params=params, memory=jnp.ones((2, S, 16)))
         with pytest.raises(ConfigError, match="a cache holds the source"):
             model.apply(variables, SOURCE, TARGET, cache=cache)
         with pytest.raises(ConfigError, match="the cache holds 4 tokens and would need 6"):
@@ -288,14 +323,42 @@ class TestRefuses:
             (DecoderLayer(d_model=16), (x, memory), "set cross_attention=True"),
             (Decoder(d_model=16, cross_attention=True), (x,), "cross-attention needs a source"),
             (Decoder(d_model=16, cross_attention=True), (x, memory[:1]), "memory must be"),
-            (Encoder(d_model=32), (x,), r"width 32 takes \[B, T, 32\], got \[2, 3, 16\]"),
-            (Encoder(d_model=16), (x[0],), "takes"),
+            (Encoder(d_model=32), (x,), r"x must be floats \[B, T, 32\], got float32\[2, 3, 16\]"),
+            (Encoder(d_model=16), (x[0],), r"\[B, T, 16\], got float32\[3, 16\]"),
             (MultiHeadAttention(num_heads=3), (x,), "num_heads 3 does not divide d_model 16"),
-            (MultiHeadAttention(num_heads=4), (x[0],), r"takes \[B, T, D\], got \[3, 16\]"),
+            (MultiHeadAttention(num_heads=4), (x[0],), r"x must be floats \[B, T, D\], got float32\[3, 16\]"),
             (Transformer(architecture="rnn", d_model=8), (jnp.ones((1, 2), int),), "unknown architecture of one stack"),
+            (Transformer(d_model=8), (jnp.ones((1, 2), int),), "vocab_size must be at least 1, got 0"),
+            (Transformer(d_model=8, vocab_size=3), ([[1, 2]],), "ids must be an array, got list"),
+            (EncoderLayer(d_model=8), (x,), r"x must be floats \[B, T, 8\], got float32\[2, 3, 16\]"),
+            (Encoder(d_model=16), (x.astype(int),), "x must be floats"),
+            (LayerNorm(), (jnp.arange(3),), r"x must be floats \[..., D\], got int32\[3\]"),
+            (MultiHeadAttention(num_heads=4), (x, memory[0]), r"memory must be floats \[B, S, D\]"),
+            (RecurrentLayer("gru"), (x, x[..., :8], x), r"hidden must be floats \[B, 16\], got float32\[2, 3, 8\]"),
         ):
             with pytest.raises(ConfigError, match=said):
                 module.init(key, *arguments)
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"num_heads": 0}, "Encoder.num_heads must be a positive number, got 0"),
+            ({"num_layers": 0}, "Encoder.num_layers must be a positive number, got 0"),
+            ({"dropout": 1.5}, "Encoder.dropout must be at least 0 and below 1, got 1.5"),
+        ],
+    )
+    def test_fields_out_of_range_in_the_library_too(self, fields, said):
+        with pytest.raises(ConfigError, match=said):
+            Encoder(d_model=8, **fields)
+
+    def test_a_cache_of_another_model(self):
+        model, params, _ = build(architecture="decoder")
+        for cache, said in (
+            (build(architecture="decoder", num_kv_heads=1)[0].init_cache(2, 4), r"another model's: .* \(2, 1, 4\)"),
+            (create_model(dataclasses.replace(SMALL, architecture="gru")).init_cache(2), "KVCache, got RecurrentState"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                model.apply({"params": params}, SOURCE[:, :1], cache=cache)
 
     @pytest.mark.parametrize("name", ["source_vocab_size", "num_encoder_layers"])
     def test_fields_of_another_architecture(self, name):

@@ -4,6 +4,7 @@ Haskell: Module 6, The Transformer Architecture. Week 16: The Full Transformer A
 Basics. Post 55: The Transformer Architecture, Why It Beat Everything.
 """
 
+from dataclasses import replace
 from math import cos, erf, sin
 
 import jax
@@ -11,22 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from transformer_jax import create_model, preset
 from transformer_jax.nn import (
     DecoderLayer,
-    EncoderDecoder,
     EncoderLayer,
     FeedForward,
     IndexMask,
     LayerNorm,
     MultiHeadAttention,
-    Transformer,
     sinusoidal_positions,
 )
+from transformer_jax.nn.blocks import field_names
 from transformer_jax.training.losses import cross_entropy
 
 B, T, S, D, V = 2, 6, 4, 16, 11
-BIASED = {"d_model": D, "num_heads": 4, "d_ff": 24}
-PLAIN = {**BIASED, "norm_affine": False}
+SMALL = {"d_model": D, "num_heads": 4, "d_ff": 24, "vocab_size": V, "num_layers": 3, "unroll": 1}
+
+
+def small(name, **fields):
+    """A text's preset, small enough to test."""
+    return replace(preset(name).model, **SMALL, **fields)
+
+
+def layer(kind, model_config):
+    """One layer of a model."""
+    names = set(field_names(kind)) & set(model_config.__dataclass_fields__)
+    return kind(**{name: getattr(model_config, name) for name in names}, weight_init=model_config.init)
 
 
 def haskell_positions(length, d_model):
@@ -182,25 +193,31 @@ def test_cross_attention():
 
 
 BLOCKS = {
-    "Haskell": (haskell_block, {**PLAIN, "norm_eps": 1e-6}),
-    "Week 16": (week_16_encoder_block, {**PLAIN, "norm_position": "post"}),
-    "Module 26": (module_26_block, {**BIASED, "norm_position": "post", "feed_forward": "gelu"}),
-    "Post 55, ReLU": (post_55_block(relu), {**BIASED, "norm_position": "post"}),
-    "Post 55, GELU": (post_55_block(gelu), {**BIASED, "norm_position": "post", "feed_forward": "gelu"}),
+    "Haskell": (haskell_block, small("module_6")),
+    "Week 16": (week_16_encoder_block, small("week_16")),
+    "Module 26": (module_26_block, small("module_26")),
+    "Post 55, ReLU": (post_55_block(relu), small("post_55")),
+    "Post 55, GELU": (post_55_block(gelu), small("post_55", feed_forward="gelu")),
 }
 
 
 @pytest.mark.parametrize("seed", list(BLOCKS))
 def test_encoder_block(seed):
-    formula, settings = BLOCKS[seed]
+    formula, model_config = BLOCKS[seed]
     x = 0.01 * normal(B, T, D)  # small enough for eps to count in a block that norms first
-    out, params = with_random_params(EncoderLayer(**settings), x)
+    out, params = with_random_params(layer(EncoderLayer, model_config), x)
     assert_close(out, formula(params, x))
+
+
+def test_module_26_drops_where_its_block_does():
+    model = preset("module_26").model
+    assert (model.dropout, model.attention_dropout, model.feed_forward_dropout) == (0.1, 0.1, 0.1)
+    assert (model.d_model, model.num_heads, model.d_ff, model.num_layers) == (512, 8, 2_048, 6)
 
 
 def test_week_16_decoder_block():
     x, encoder_output = normal(B, T, D), normal(B, S, D, seed=3)
-    block = DecoderLayer(**PLAIN, norm_position="post", cross_attention=True)
+    block = layer(DecoderLayer, small("week_16")).clone(cross_attention=True)
     out, params = with_random_params(block, x, encoder_output, mask=IndexMask(causal=True))
     assert_close(out, week_16_decoder_block(params, x, encoder_output))
 
@@ -221,17 +238,7 @@ def haskell_cross_entropy(logits, targets):
 def test_haskell_language_model(architecture):
     """The text masks nothing; under a causal mask the same model is a decoder."""
     ids, targets = np.random.default_rng(4).integers(V, size=(2, B, T))
-    model = Transformer(
-        **PLAIN,
-        architecture=architecture,
-        vocab_size=V,
-        num_layers=3,
-        positions="sinusoidal",
-        norm_eps=1e-6,
-        final_norm=False,
-        head_bias=True,
-    )
-    logits, params = with_random_params(model, ids)
+    logits, params = with_random_params(create_model(small("module_6", architecture=architecture)), ids)
     mask = causal(T) if architecture == "decoder" else None
     expected = haskell_forward(params, ids, layers_of(params[architecture]["layers"]), mask)
     assert_close(logits, expected)
@@ -243,8 +250,8 @@ def test_haskell_language_model(architecture):
 def test_week_16_encoder_decoder():
     source, target = np.random.default_rng(5).integers(V, size=(2, B, T))
     source = source[:, :S]
-    settings = {**PLAIN, "norm_position": "post", "positions": "sinusoidal", "num_layers": 2}
-    logits, params = with_random_params(EncoderDecoder(vocab_size=V, **settings), source, target)
+    model = create_model(small("week_16", architecture="encoder_decoder"))
+    logits, params = with_random_params(model, source, target)
     table = params["token_embedding"]["embedding"]
     memory = table[source] + week_16_positions(S, D)
     for block in layers_of(params["encoder"]["layers"]):

@@ -1,6 +1,7 @@
 import dataclasses
 import typing
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,6 +194,55 @@ def test_fields_that_must_not_change_the_output():
         other_value, other_grads = loss(other)
         assert float(other_value) == pytest.approx(float(value), rel=1e-5), fields
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), grads, other_grads)
+
+
+def test_remat_saves_memory():
+    """With the default config too: it is scanning that lets the compiler forget what is inside a layer."""
+
+    def temporary(**fields):
+        model = create_model(ModelConfig(vocab_size=V, context=128, d_model=32, num_heads=4, **fields))
+        ids = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+        params = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
+        gradient = jax.grad(lambda p, ids: jnp.sum(model.apply({"params": p}, ids)))
+        return jax.jit(gradient).lower(params, ids).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(remat=True) < 0.6 * temporary()
+
+
+def test_names_that_stored_runs_depend_on():
+    """Checkpoints are read by the names of parameters, and dropout draws by the names of its modules."""
+    _, params, ids = build(positions="learned", qk_norm=True, use_bias=True, feed_forward="swiglu", head_bias=True)
+    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)}
+    maps = [f"self_attention/{name}" for name in ("query", "key", "value", "output")]
+    maps += [f"ffn/{name}" for name in ("up", "gate", "down")]
+    scales = [f"{n}/scale" for n in ("self_attention_norm", "query_norm", "key_norm", "ffn_norm")]
+    assert names == {
+        "token_embedding/embedding",
+        "position_embedding/embedding",
+        *(f"decoder/layers/{name}/{leaf}" for name in maps for leaf in ("kernel", "bias")),
+        *(f"decoder/layers/{name}" for name in scales),
+        "decoder/output_norm/scale",
+        "head/kernel",
+        "head/bias",
+    }
+    drawn = []
+
+    def record(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and context.module.rate:
+            drawn.append("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    model = create_model(dataclasses.replace(SMALL, dropout=0.5, attention_dropout=0.5))
+    with nn.intercept_methods(record):
+        jax.eval_shape(
+            lambda: model.apply({"params": build()[1]}, ids, deterministic=False, rngs={"dropout": jax.random.key(0)})
+        )
+    assert list(dict.fromkeys(drawn)) == [
+        "Dropout_0",
+        "decoder/layers/self_attention/Dropout_0",
+        "decoder/layers/Dropout_0",
+        "decoder/layers/Dropout_1",
+    ]
 
 
 def test_dropout_is_alive_in_training_only():

@@ -111,6 +111,26 @@ def test_muon_updates_each_matrix_of_the_layers_and_nothing_else():
     }
 
 
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
+def test_muon_updates_each_gate_of_a_recurrent_layer(kind):
+    params = params_of(architecture=kind, use_bias=True)
+    numbers = muon_dimension_numbers(params)
+    chosen = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=lambda x: hasattr(x, "output_axis"))
+    assert {leaf_name(path): (n.reduction_axis, n.output_axis) for path, n in chosen} == {
+        "layers/input/kernel": (1, 3),
+        "layers/recurrent_kernel": (1, 3),
+    }
+    config = dataclasses.replace(
+        BASE, optimizer="muon", muon_learning_rate=0.5, warmup_steps=0, schedule="constant", clip_norm=None
+    )
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+    after = moved(config, params, grads)
+    change = (params["layers"]["recurrent_kernel"] - after["layers"]["recurrent_kernel"]) / 0.5
+    for layer, gate in np.ndindex(change.shape[0], change.shape[2]):
+        singular = np.linalg.svd(change[layer, :, gate], compute_uv=False)
+        assert 0.3 < singular.min() <= singular.max() < 1.4
+
+
 def test_muon_makes_each_layers_update_orthogonal():
     params = params_of(feed_forward="relu")
     keys = jax.random.split(jax.random.key(1), 100)

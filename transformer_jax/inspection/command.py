@@ -14,7 +14,8 @@ from transformer_jax.config import Config, ModelConfig, differences
 from transformer_jax.errors import ConfigError
 from transformer_jax.inspection import svg, terminal
 from transformer_jax.inspection.diagram import diagram
-from transformer_jax.inspection.figures import Figures, attends, changed, different_parameters, figures, idle_fields
+from transformer_jax.inspection.figures import Figures, changed, different_parameters, figures, idle_fields
+from transformer_jax.nn import kernels
 from transformer_jax.presets import PRESETS
 
 TINY_SHAKESPEARE = 65
@@ -149,7 +150,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def _how_counted(models: Sequence[ModelConfig]) -> str:
     lengths = " and ".join(dict.fromkeys(f"{model.context:,}" for model in models))
     text = f"FLOPs are those of matrix products, on average over a row of {lengths} tokens"
-    if any(attends(model) for model in models):
+    if any(kernels.attends(model) for model in models):
         text += "; attention counts as if each token saw all of them"
     if any(model.architecture == "encoder_decoder" for model in models):
         text += "; an encoder-decoder's are per target token, with a source as long"

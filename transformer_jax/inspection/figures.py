@@ -90,12 +90,7 @@ def figures(model: ModelConfig) -> Figures:
         Parameter(jax.tree_util.keystr(path, simple=True, separator="/"), array.shape, array.dtype.name, array.size)
         for path, array in arrays
     )
-    return Figures(parameters, model_flops(model), _attention(model) if attends(model) else None)
-
-
-def attends(model: ModelConfig) -> bool:
-    """Whether a model has attention of any kind."""
-    return not model.recurrent and (model.attention != "none" or model.architecture == "encoder_decoder")
+    return Figures(parameters, model_flops(model), _attention(model) if kernels.attends(model) else None)
 
 
 def _attention(model: ModelConfig) -> str:
@@ -129,11 +124,11 @@ def idle_fields(model: ModelConfig) -> set[str]:
     without = {
         "rotary_base": no_self_attention or model.positions != "rotary",
         "window": no_self_attention,
-        **dict.fromkeys(("num_heads", "num_kv_heads", "qk_norm", "attention_dropout"), not attends(model)),
-        "attention_impl": not attends(model),
+        **dict.fromkeys(("num_heads", "num_kv_heads", "qk_norm", "attention_dropout"), not kernels.attends(model)),
+        "attention_impl": not kernels.attends(model),
         **dict.fromkeys(("d_ff", "feed_forward_dropout"), model.feed_forward == "none"),
         **dict.fromkeys(("norm_position", "norm_embeddings"), no_norm),
-        **dict.fromkeys(("norm_eps", "norm_affine"), no_norm and not (model.qk_norm and attends(model))),
+        **dict.fromkeys(("norm_eps", "norm_affine"), no_norm and not (model.qk_norm and kernels.attends(model))),
         "final_norm": no_norm or model.norm_position == "post",
     }
     return {name for name, nothing in without.items() if nothing}

@@ -11,6 +11,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn import kernels
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.cache import LayerCache
+from transformer_jax.nn.inputs import check_array, check_floats, check_valid
 from transformer_jax.nn.masks import IndexMask
 from transformer_jax.nn.positions import rotary
 
@@ -64,7 +65,7 @@ def dot_product_attention(
             "a window": index.window is not None,
             "padding": index.valid is not None,
             "grouped heads": num_kv_heads != num_heads,
-            "float32": query.dtype == jnp.float32,
+            "float32": any(x.dtype not in (jnp.bfloat16, jnp.float16) for x in (query, key, value)),
         }
         implementation, _ = kernels.choose(
             implementation,
@@ -72,6 +73,7 @@ def dot_product_attention(
             head_dim=head_dim,
             lengths=(length, key_length),
             causal=index.causal,
+            sizes={"batch": batch, "heads": num_heads, "kv_heads": num_kv_heads},
         )
     if implementation == "cudnn":
         return kernels.cudnn(query, key, value, mask, bias)
@@ -100,17 +102,20 @@ def dot_product_attention(
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: jax.Array | None) -> None:
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        check_floats(name, array, "B T H K")
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ConfigError(f"query, key and value must have rank 4, [B, T, H, K]: {shapes}")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or key.shape != value.shape:
         raise ConfigError(f"query [B, T, H, K], key and value [B, S, G, K] do not fit together: {shapes}")
-    if query.shape[2] % key.shape[2]:
+    if not key.shape[2] or query.shape[2] % key.shape[2]:
         raise ConfigError(f"{query.shape[2]} query heads are no multiple of {key.shape[2]} key heads")
     full = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+    if isinstance(mask, IndexMask) and mask.valid is not None:
+        check_valid("valid", mask.valid, (1 if mask.valid.shape[:1] == (1,) else full[0], full[3]))
     for name, array, kind in (("mask", mask, jnp.bool_), ("bias", bias, jnp.floating)):
         if array is None or isinstance(array, IndexMask):
             continue
+        check_array(name, array)
         if not jnp.issubdtype(array.dtype, kind):
             said = "bool, True = may attend" if name == "mask" else "a float, added to the scores"
             raise ConfigError(f"a {name} must be {said}, got {array.dtype}{list(array.shape)}")
@@ -183,9 +188,11 @@ class MultiHeadAttention(nn.Module):
           [B, H, T, S], where asked for.
 
         Raises:
-          ConfigError: If the heads do not divide D, or x is not [B, T, D].
+          ConfigError: If the heads do not divide D, or x or memory are not floats [B, T, D].
         """
         num_kv_heads, head_dim = self._sizes(x)
+        if memory is not None and not isinstance(memory, tuple):
+            check_floats("memory", memory, "B S D")
         query = constrain(self._project("query", self.num_heads, head_dim)(x), "batch", "length", "heads", "head_dim")
         norm = (lambda name: lambda y: y) if self.qk_norm is None else (lambda name: self.qk_norm(name=name))
         query = norm("query_norm")(query)
@@ -250,9 +257,8 @@ class MultiHeadAttention(nn.Module):
     @nn.nowrap
     def _sizes(self, x: jax.Array) -> tuple[int, int]:
         """G and K for inputs of that width."""
-        if x.ndim != 3:
-            raise ConfigError(f"attention takes [B, T, D], got {list(x.shape)}")
-        if x.shape[-1] % self.num_heads:
+        check_floats("x", x, "B T D")
+        if self.num_heads < 1 or x.shape[-1] % self.num_heads:
             raise ConfigError(f"num_heads {self.num_heads} does not divide d_model {x.shape[-1]}")
         return self.num_kv_heads or self.num_heads, x.shape[-1] // self.num_heads
 

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax import config
-from transformer_jax.checks import unknown
+from transformer_jax.checks import check_positive, check_rates, unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import MultiHeadAttention, given, taken
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.cache import LayerCache
+from transformer_jax.nn.inputs import check_floats
 from transformer_jax.nn.layers import INITS, FeedForward, Inits, feed_forward_width, make_norm
 from transformer_jax.nn.masks import IndexMask
 
@@ -33,6 +34,8 @@ CAPTURES = ("attention", "hidden")
 
 class Blocks(nn.Module):
     """The fields that layers, stacks and models share; each stands in `ModelConfig` under the same name.
+
+    A layer alone takes `window` and "alibi" from its caller, as mask and bias; stacks make both of the fields.
 
     Attributes:
       d_model: Width (D).
@@ -74,6 +77,9 @@ class Blocks(nn.Module):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(unknown(f"value for {name}:", getattr(self, name), get_args(choices)))
+        kind = type(self).__name__
+        check_positive(self, kind, ("d_model", "num_heads", "num_kv_heads", "num_layers", "d_ff", "window", "norm_eps"))
+        check_rates(self, kind, ("dropout", "attention_dropout", "feed_forward_dropout"))
         super().__post_init__()
 
     def _shared(self, kind: type["Blocks"]) -> dict[str, Any]:
@@ -108,13 +114,15 @@ class _Layer(Blocks):
     def attention_module(self, name: str | None) -> MultiHeadAttention:
         """The attention of a sub-layer; its inputs say whether it is to itself or to a source."""
         inits = self._inits
-        rms = partial(make_norm, "rms", eps=self.norm_eps, affine=self.norm_affine, use_bias=False)
+        # Query-key norm (Henry et al. 2020; Dehghani et al. 2023, section 2), always by root mean square. For
+        # self-attention it stands beside the attention in the tree, where the first runs have it.
+        inside = partial(make_norm, "rms", eps=self.norm_eps, affine=self.norm_affine, use_bias=False)
+        norm = self._norm_beside if name == "self_attention" else inside
         return MultiHeadAttention(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             rotary_base=self.rotary_base if self.positions == "rotary" else None,
-            # Query-key norm (Henry et al. 2020; Dehghani et al. 2023, section 2), always by root mean square.
-            qk_norm=rms if self.qk_norm else None,
+            qk_norm=norm if self.qk_norm else None,
             use_bias=self.use_bias,
             dropout=self.attention_dropout,
             implementation=self.attention_impl,
@@ -123,6 +131,10 @@ class _Layer(Blocks):
             output_init=inits.output,
             name=name,
         )
+
+    def _norm_beside(self, name: str) -> Any:
+        """A query-key norm as a part of the layer."""
+        return make_norm("rms", eps=self.norm_eps, affine=self.norm_affine, use_bias=False, name=name)
 
     def _sublayer(self, x: jax.Array, name: str, deterministic: bool, function: Callable, *asked: bool) -> tuple:
         """Norm, function, dropout and residual, in the order of `norm_position`; then what else the function gave."""
@@ -206,6 +218,7 @@ class EncoderLayer(_Layer):
         Returns:
           [B, T, D]; with a capture also a dict: "attention" float32 [B, H, T, T], "hidden" [B, T, D].
         """
+        check_floats("x", x, "B T D", self.d_model)
         weights = "attention" in capture and self.attention != "none"
         x, _, attention = self._self_attention(x, mask, bias, positions, None, weights, deterministic)
         x = constrain(self._feed_forward(x, deterministic), "batch", "length", "embed")
@@ -268,6 +281,7 @@ class DecoderLayer(_Layer):
         Raises:
           ConfigError: For cross-attention without a source, or a source without cross-attention.
         """
+        check_floats("x", x, "B T D", self.d_model)
         source = memory if cache is None or cache.memory is None else cache.memory
         if (source is not None) != self.cross_attention:
             raise ConfigError(

@@ -12,6 +12,9 @@ def check_ids(name: str, ids: jax.Array, vocab_size: int) -> None:
     Raises:
       ConfigError: Naming what is expected.
     """
+    if vocab_size < 1:
+        raise ConfigError(f"vocab_size must be at least 1, got {vocab_size}")
+    check_array(name, ids)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ConfigError(f"{name} must be whole numbers [B, T], got {ids.dtype}{list(ids.shape)}")
     if ids.size:
@@ -26,10 +29,45 @@ def check_valid(name: str, valid: jax.Array | None, shape: tuple[int, ...]) -> N
     Raises:
       ConfigError: Naming what is expected.
     """
-    if valid is not None and (valid.shape != shape or valid.dtype != jnp.bool_):
+    if valid is None:
+        return
+    check_array(name, valid)
+    if valid.shape != shape or valid.dtype != jnp.bool_:
         raise ConfigError(
             f"{name} must be bool{list(shape)}, True = a real token, got {valid.dtype}{list(valid.shape)}"
         )
+
+
+def check_positions(*positions: jax.Array) -> None:
+    """Holds positions to whole numbers [B or 1, T].
+
+    Raises:
+      ConfigError: Naming what is expected.
+    """
+    for each in positions:
+        check_array("positions", each)
+        if each.ndim != 2 or not jnp.issubdtype(each.dtype, jnp.integer):
+            raise ConfigError(f"positions must be whole numbers [B or 1, T], got {each.dtype}{list(each.shape)}")
+
+
+def check_floats(name: str, x: jax.Array, letters: str, width: int | None = None) -> None:
+    """Holds activations to floats of a rank and, where it is given, of a width.
+
+    Args:
+      name: Of the argument.
+      x: What was given.
+      letters: The axes, such as "B T D"; "... D" means any number before the last.
+      width: Of the last axis.
+
+    Raises:
+      ConfigError: Naming what is expected.
+    """
+    check_array(name, x)
+    axes = letters.split()
+    ranks = x.ndim >= 1 if axes[0] == "..." else x.ndim == len(axes)
+    if not ranks or not jnp.issubdtype(x.dtype, jnp.floating) or width not in (None, x.shape[-1]):
+        wanted = ", ".join([*axes[:-1], axes[-1] if width is None else str(width)])
+        raise ConfigError(f"{name} must be floats [{wanted}], got {x.dtype}{list(x.shape)}")
 
 
 def check_rows(length: jax.Array, batch: int) -> None:
@@ -52,3 +90,13 @@ def concrete(x: jax.Array) -> int | None:
         return int(x)
     except jax.errors.ConcretizationTypeError:
         return None
+
+
+def check_array(name: str, x: jax.Array) -> None:
+    """Holds an argument to an array: a list would be read as a tree of numbers.
+
+    Raises:
+      ConfigError: Naming what is expected.
+    """
+    if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
+        raise ConfigError(f"{name} must be an array, got {type(x).__name__}: wrap it in jnp.asarray")

@@ -4,7 +4,8 @@ The plain way, "xla", does everything and stores the T x S scores. The fused ker
 attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`; "tpu" is the splash attention that comes with JAX.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import flax.linen as nn
@@ -59,12 +60,19 @@ _BLOCK = 128
 
 
 def current_platform() -> str:
-    """Where the program being traced will run: the current mesh's platform, or else that of the first device.
+    """Where the program being traced will run: the current mesh's platform, or else that of the default device.
 
     The mesh may be of devices that are only described, as when a program is compiled for a machine one does not have.
+    GPUs without the kernels of "cudnn" have a name of their own.
     """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(device, "platform", None) or jax.default_backend()
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.config.jax_default_device
+    platform = device if isinstance(device, str) else getattr(device, "platform", None) or jax.default_backend()
+    if platform in ("gpu", "cuda"):
+        first = jax.devices("gpu")[0]
+        if "cuda" not in first.client.platform_version:
+            return "rocm"
+        return "gpu" if float(first.compute_capability) >= 8.0 else "a GPU older than Ampere"
+    return platform
 
 
 def choose(
@@ -74,6 +82,7 @@ def choose(
     head_dim: int,
     lengths: tuple[int, int],
     causal: bool,
+    sizes: Mapping[str, int] | None = None,
     platform: str | None = None,
 ) -> tuple[str, str]:
     """Picks an implementation.
@@ -84,6 +93,7 @@ def choose(
       head_dim: K.
       lengths: T and S.
       causal: Whether the mask is causal.
+      sizes: Of the axes "batch", "heads" and "kv_heads", as far as known: on a mesh they have to divide.
       platform: "cpu", "gpu" or "tpu"; None means `current_platform()`.
 
     Returns:
@@ -104,7 +114,7 @@ def choose(
     fused = wanted if wanted != "auto" else next((name for name, on in _PLATFORM.items() if on == platform), None)
     if fused is None:
         return "xla", f"no fused kernel for {platform}"
-    obstacle = _obstacle(fused, needs, head_dim, lengths, causal, platform)
+    obstacle = _obstacle(fused, needs, head_dim, lengths, causal, platform) or _mesh_obstacle(sizes or {})
     if obstacle is None:
         return fused, "as asked" if wanted != "auto" else f"fused, on {platform}"
     if wanted == "auto":
@@ -133,6 +143,22 @@ def _obstacle(
     return None
 
 
+def _mesh_obstacle(sizes: Mapping[str, int]) -> str | None:
+    """Why each device cannot compute rows and heads of its own on the current mesh, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    for name, size in sizes.items():
+        (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
+        parts = prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+        if size % parts:
+            return f"{size} {name} do not divide into {parts} parts of the mesh"
+    return None
+
+
+def attends(model: ModelConfig) -> bool:
+    """Whether a model has attention of any kind."""
+    return not model.recurrent and (model.attention != "none" or model.architecture == "encoder_decoder")
+
+
 def explain(model: ModelConfig, platform: str | None = None) -> str:
     """How a model's attention over whole windows will be computed, and why, such as "xla (no fused kernel for cpu)".
 
@@ -152,24 +178,32 @@ def explain(model: ModelConfig, platform: str | None = None) -> str:
         head_dim=model.head_dim,
         lengths=(model.context, model.context),
         causal=model.architecture == "decoder",
+        sizes={"heads": model.num_heads, "kv_heads": model.num_kv_heads or model.num_heads},
         platform=platform,
     )
     return f"{name} ({reason})"
 
 
 def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: jax.Array | None) -> jax.Array:
-    """Attention by cuDNN; arguments as in `dot_product_attention`."""
+    """Attention by cuDNN; arguments as in `dot_product_attention`.
+
+    Masks and biases are stored as one bias in the type of the query, padding too; causal masks and windows are not.
+    """
     causal, window = False, None
     if isinstance(mask, IndexMask):
         causal, window, valid = mask.causal, mask.window, mask.valid
         mask = None if valid is None else valid[:, None, None, :]
-    shape = (query.shape[0], 1, query.shape[1], key.shape[1])
+
+    def whole(x: jax.Array | None) -> jax.Array | None:
+        """[B or 1, H or 1, T or 1, S or 1] -> [B or 1, H or 1, T, S]: cuDNN spreads rows and heads alone."""
+        return None if x is None else jnp.broadcast_to(x, (*x.shape[:2], query.shape[1], key.shape[1]))
+
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
-        bias=None if bias is None else bias.astype(query.dtype),
-        mask=None if mask is None else jnp.broadcast_to(mask, (shape[0], mask.shape[1], *shape[2:])),
+        bias=None if bias is None else whole(bias.astype(query.dtype)),
+        mask=whole(mask),
         is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",

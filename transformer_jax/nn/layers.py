@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.axes import constrain
+from transformer_jax.nn.inputs import check_floats
 
 
 def _over_last(vector: jax.Array, x: jax.Array) -> jax.Array:
@@ -41,6 +42,7 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D], in the dtype of x."""
+        check_floats("x", x, "... D")
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
@@ -69,6 +71,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D], in the dtype of x."""
+        check_floats("x", x, "... D")
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.use_scale:
@@ -206,7 +209,8 @@ class Head(nn.Module):
     Attributes:
       vocab_size: Symbols (V).
       use_bias: A bias [V].
-      transform: Makes the norm after a linear map and GELU that come first (Devlin et al. 2019); None means none.
+      transform: Makes the norm after a linear map with bias and GELU that come first (Devlin et al. 2019); None means
+        none.
       kernel_init: Of the map.
       transform_init: Of the linear map that comes first.
     """
@@ -266,7 +270,7 @@ INITS: dict[str, Callable[[int], Inits]] = {
         nn.initializers.xavier_uniform(),
     ),
     # Devlin et al. 2019, as in BERT's code.
-    "normal": lambda maps: Inits(*[nn.initializers.normal(0.02)] * 4),
+    "bert": lambda maps: Inits(*[nn.initializers.truncated_normal(0.02)] * 4),
     # Radford et al. 2019, section 2.3: the maps into the residual stream shrink with their number.
     "gpt2": lambda maps: Inits(
         nn.initializers.normal(0.02),

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.errors import ConfigError
+from transformer_jax.nn.inputs import check_positions
 
 
 def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
@@ -25,7 +26,7 @@ def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Arr
       >>> causal_mask(positions, positions).astype(int).tolist()
       [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
     """
-    _check_positions(query_positions, key_positions)
+    check_positions(query_positions, key_positions)
     return key_positions[:, None, None, :] <= query_positions[:, None, :, None]
 
 
@@ -50,7 +51,7 @@ def window_mask(query_positions: jax.Array, key_positions: jax.Array, window: in
       >>> window_mask(positions, positions, 2).astype(int).tolist()
       [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]
     """
-    _check_positions(query_positions, key_positions)
+    check_positions(query_positions, key_positions)
     if window < 1:
         raise ConfigError(f"a window must be at least 1, the query's own position, got {window}")
     return jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :]) < window
@@ -84,7 +85,7 @@ def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
       *masks: bool, of shapes that broadcast to [B, H, T, S].
 
     Raises:
-      ConfigError: For a mask that is not bool.
+      ConfigError: For a mask that is not bool, or masks that do not fit together.
 
     Example:
       >>> combine_masks(None, jnp.array([[[[True, False]]]]), jnp.array([[[[True]], [[False]]]])).tolist()
@@ -96,6 +97,11 @@ def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
             raise ConfigError(f"a mask must be bool, True = may attend, got {mask.dtype}{list(mask.shape)}")
     if not given:
         return None
+    try:
+        jnp.broadcast_shapes(*(mask.shape for mask in given))
+    except ValueError:
+        shapes = ", ".join(str(list(mask.shape)) for mask in given)
+        raise ConfigError(f"masks must broadcast to one [B, H, T, S], got {shapes}") from None
     combined = given[0]
     for mask in given[1:]:
         combined = jnp.logical_and(combined, mask)
@@ -112,6 +118,10 @@ class IndexMask:
       valid: bool [B, S], True where a key is real; None means all.
       causal: Each query sees its own place and those before it.
       window: Each query sees places less than this far away; None means all.
+
+    Example:
+      >>> IndexMask(valid=jnp.array([[True, True, False]]), causal=True).dense(3, 3).astype(int).tolist()
+      [[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]
     """
 
     valid: jax.Array | None = None
@@ -127,9 +137,3 @@ class IndexMask:
             None if self.window is None else window_mask(queries, keys, self.window),
             None if self.valid is None else padding_mask(self.valid),
         )
-
-
-def _check_positions(*positions: jax.Array) -> None:
-    for each in positions:
-        if each.ndim != 2 or not jnp.issubdtype(each.dtype, jnp.integer):
-            raise ConfigError(f"positions must be whole numbers [B or 1, T], got {each.dtype}{list(each.shape)}")

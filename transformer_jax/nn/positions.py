@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.errors import ConfigError
+from transformer_jax.nn.inputs import check_floats, check_positions
 
 
 def token_positions(length: int, valid: jax.Array | None = None, start: jax.Array | None = None) -> jax.Array:
@@ -65,6 +66,8 @@ def sinusoidal_positions(length: int, d_model: int) -> jax.Array:
       >>> [[round(float(x), 3) for x in row] for row in sinusoidal_positions(2, 5)]
       [[0.0, 1.0, 0.0, 1.0, 0.0], [0.841, 0.54, 0.025, 1.0, 0.001]]
     """
+    if length < 1:
+        raise ConfigError(f"length must be at least 1, got {length}")
     return sinusoidal(jnp.arange(length), d_model)
 
 
@@ -82,17 +85,17 @@ def rotary(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
       [B, T, H, K], in the dtype of x.
 
     Raises:
-      ConfigError: If head_dim K is odd, or x is not [B, T, H, K], or positions are not whole numbers [B or 1, T].
+      ConfigError: If head_dim K is odd, x is not floats [B, T, H, K], or positions are not whole numbers [B or 1, T].
 
     Example:
       >>> x = jnp.ones((1, 3, 1, 2))
       >>> rotary(x, jnp.arange(3)[None])[0, :, 0].round(2).tolist()[0]
       [1.0, 1.0]
     """
-    if x.ndim != 4 or positions.ndim != 2 or positions.shape[1] != x.shape[1]:
-        raise ConfigError(f"rotary takes x [B, T, H, K] and positions [B or 1, T], got {x.shape} and {positions.shape}")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ConfigError(f"positions must be whole numbers, got {positions.dtype}")
+    check_floats("x", x, "B T H K")
+    check_positions(positions)
+    if positions.shape[1] != x.shape[1] or positions.shape[0] not in (1, x.shape[0]):
+        raise ConfigError(f"x {list(x.shape)} and positions {list(positions.shape)} are of different lengths or rows")
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ConfigError(f"rotary positions need an even head_dim, got {head_dim}")
@@ -142,9 +145,13 @@ def alibi_bias(num_heads: int, query_positions: jax.Array, key_positions: jax.Ar
     Returns:
       float32 [B or 1, H, T, S].
 
+    Raises:
+      ConfigError: For less than one head, or positions of another kind.
+
     Example:
       >>> alibi_bias(8, jnp.array([[5]]), jnp.arange(6)[None])[0, 0, 0].tolist()
       [-2.5, -2.0, -1.5, -1.0, -0.5, -0.0]
     """
+    check_positions(query_positions, key_positions)
     distance = jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :])
     return -alibi_slopes(num_heads)[None, :, None, None] * distance.astype(jnp.float32)

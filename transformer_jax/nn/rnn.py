@@ -15,7 +15,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given
 from transformer_jax.nn.axes import constrain
-from transformer_jax.nn.inputs import check_ids, check_rows, check_valid
+from transformer_jax.nn.inputs import check_floats, check_ids, check_rows, check_valid
 from transformer_jax.nn.layers import INITS, Embedding, Head
 
 CELLS = {"rnn": 1, "gru": 3, "lstm": 4}
@@ -30,6 +30,11 @@ class RecurrentState:
       hidden: float32 [L, B, D].
       cell: float32 [L, B, D]; only an LSTM changes it.
       length: int32 [B], tokens read so far.
+
+    Example:
+      >>> state = RecurrentLM(vocab_size=9, d_model=8).init_cache(batch_size=2)
+      >>> state.hidden.shape, state.length.tolist()
+      ((1, 2, 8), [0, 0])
     """
 
     hidden: jax.Array
@@ -97,8 +102,12 @@ class RecurrentLayer(nn.Module):
           The hidden state after each token [B, T, D], and hidden and cell after the last.
 
         Raises:
-          ConfigError: For an unknown kind.
+          ConfigError: For an unknown kind, or inputs of other shapes.
         """
+        check_floats("x", x, "B T D")
+        for name, state in (("hidden", hidden), ("cell", cell)):
+            check_floats(name, state, "B D", x.shape[-1])
+        check_valid("valid", valid, x.shape[:2])
         if self.kind not in CELLS:
             raise ConfigError(unknown("recurrent cell", self.kind, CELLS))
         gates, width = CELLS[self.kind], x.shape[-1]
@@ -199,6 +208,8 @@ class RecurrentLM(nn.Module):
         check_ids("ids", ids, self.vocab_size)
         check_valid("valid", valid, ids.shape)
         if cache is not None:
+            if not isinstance(cache, RecurrentState):
+                raise ConfigError(f"a recurrent model's cache is a RecurrentState, got {type(cache).__name__}")
             check_rows(cache.length, ids.shape[0])
         if set(capture) - {"hidden"}:
             raise ConfigError(f"a recurrent model can capture 'hidden' only, and not {list(capture)}")

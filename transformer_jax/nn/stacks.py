@@ -13,7 +13,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given, taken
 from transformer_jax.nn.blocks import Blocks, DecoderLayer, EncoderLayer
 from transformer_jax.nn.cache import KVCache, LayerCache
-from transformer_jax.nn.inputs import check_rows, check_valid, concrete
+from transformer_jax.nn.inputs import check_floats, check_rows, check_valid, concrete
 from transformer_jax.nn.masks import IndexMask, causal_mask, combine_masks, window_mask
 from transformer_jax.nn.positions import alibi_bias, token_positions
 
@@ -56,10 +56,11 @@ class Stack(Blocks):
         near = window_mask(positions, positions, self.window)
         return combine_masks(IndexMask(valid, causal).dense(*(positions.shape[1:] * 2)), near)
 
-    def _check(self, x: jax.Array, valid: jax.Array | None) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.d_model:
-            raise ConfigError(f"a stack of width {self.d_model} takes [B, T, {self.d_model}], got {list(x.shape)}")
+    def _checked(self, x: jax.Array, valid: jax.Array | None) -> jax.Array:
+        """The input in the type of the matrix products, which the layers hand on."""
+        check_floats("x", x, "B T D", self.d_model)
         check_valid("valid", valid, x.shape[:2])
+        return x.astype(self.compute_dtype)
 
 
 class Encoder(Stack):
@@ -98,7 +99,7 @@ class Encoder(Stack):
         Raises:
           ConfigError: For an x or a valid of another kind.
         """
-        self._check(x, valid)
+        x = self._checked(x, valid)
         positions = token_positions(x.shape[1], valid)
         mask, bias = self._mask(valid, False, positions), self._bias(positions, positions)
 
@@ -162,17 +163,19 @@ class Decoder(Stack):
         Raises:
           ConfigError: For inputs of another kind, cross-attention without a source, or outside jit a full cache.
         """
-        self._check(x, valid)
+        x = self._checked(x, valid)
         if memory is not None:
-            if memory.ndim != 3 or memory.shape[0] != x.shape[0]:
-                raise ConfigError(f"memory must be [B, S, D] with B = {x.shape[0]}, got {list(memory.shape)}")
-            check_valid("memory_valid", memory_valid, memory.shape[:2])
+            if cache is not None and cache.memory is not None:
+                raise ConfigError("the cache holds a source already: give memory or the cache, not both")
+            memory = real_memory(memory, memory_valid, x.shape[0])
+        elif memory_valid is not None:
+            raise ConfigError("memory_valid without memory: a cache has its own")
         batch, length, _ = x.shape
         positions = token_positions(length, valid, None if cache is None else cache.length)
         if cache is None:
             slots, mask, bias = None, self._mask(valid, True, positions), self._bias(positions, positions)
         else:
-            check_rows(cache.length, batch)
+            self._check_cache(cache, batch)
             new_length = cache.length + (length if valid is None else jnp.sum(valid, axis=1, dtype=jnp.int32))
             needed = concrete(new_length.max())
             if needed is not None and needed > cache.capacity:
@@ -209,15 +212,54 @@ class Decoder(Stack):
         return given(self._finish(x), cache, captured)
 
     @nn.nowrap
+    def _check_cache(self, cache: KVCache, batch: int) -> None:
+        if not isinstance(cache, KVCache):
+            raise ConfigError(f"a decoder's cache is a KVCache, got {type(cache).__name__}")
+        check_rows(cache.length, batch)
+        ours = self.num_layers, self.num_kv_heads or self.num_heads, self.d_model // self.num_heads
+        theirs = cache.keys.shape[0], *cache.keys.shape[3:]
+        if ours != theirs:
+            raise ConfigError(f"the cache is another model's: layers, key heads, head_dim {theirs}, and here {ours}")
+
+    @nn.nowrap
     def empty_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """A cache without tokens and without a source, for rows of at most `max_length` tokens."""
+        """A cache without tokens and without a source, for rows of at most `max_length` tokens.
+
+        Raises:
+          ConfigError: For less than one row or token.
+        """
+        if batch_size < 1 or max_length < 1:
+            raise ConfigError(f"a cache needs at least one row and one token, got {batch_size} and {max_length}")
         shape = (self.num_layers, batch_size, max_length, self.num_kv_heads or self.num_heads)
         keys = jnp.zeros((*shape, self.d_model // self.num_heads), jnp.dtype(self.compute_dtype))
         return KVCache(keys, keys, jnp.zeros((batch_size,), jnp.int32))
 
     @nn.nowrap
     def project_memory(self, params: Any, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A source's keys and values for each layer, [L, B, S, G, K], from the stack's parameters."""
+        """A source's keys and values for each layer, [L, B, S, G, K], from the stack's parameters.
+
+        Args:
+          params: The stack's own.
+          memory: From `real_memory`.
+        """
         layer = DecoderLayer(**self._shared(DecoderLayer), parent=None)
         attention = layer.attention_module(None)
         return jax.vmap(attention.project_memory, (0, None))(params["layers"]["cross_attention"], memory)
+
+
+def real_memory(memory: jax.Array, valid: jax.Array | None, batch: int) -> jax.Array:
+    """A source with zeros where it is padding: a row that is nothing else is attended to all the same.
+
+    Args:
+      memory: [B, S, D].
+      valid: bool [B, S], True where a place is real; None means all.
+      batch: Rows of the target.
+
+    Raises:
+      ConfigError: For other shapes and types.
+    """
+    check_floats("memory", memory, "B S D")
+    if memory.shape[0] != batch:
+        raise ConfigError(f"memory must be [B, S, D] with B = {batch}, got {list(memory.shape)}")
+    check_valid("memory_valid", valid, memory.shape[:2])
+    return memory if valid is None else jnp.where(valid[..., None], memory, jnp.zeros((), memory.dtype))

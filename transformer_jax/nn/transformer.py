@@ -13,11 +13,11 @@ from transformer_jax.nn.attention import given, taken
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.blocks import field_names
 from transformer_jax.nn.cache import KVCache
-from transformer_jax.nn.inputs import check_ids, check_rows, check_valid
+from transformer_jax.nn.inputs import check_floats, check_ids, check_rows, check_valid
 from transformer_jax.nn.layers import Embedding, Head
 from transformer_jax.nn.positions import sinusoidal, token_positions
 from transformer_jax.nn.rnn import CELLS, RecurrentLM
-from transformer_jax.nn.stacks import Decoder, Encoder, Stack
+from transformer_jax.nn.stacks import Decoder, Encoder, Stack, real_memory
 
 
 class _Model(Stack):
@@ -46,7 +46,8 @@ class _Model(Stack):
             self.position_embedding = Embedding(self.context, self.d_model, inits.embedding)
         if self.norm_embeddings:
             self.embedding_norm = self._norm(None)
-        self.embedding_dropout = nn.Dropout(self.dropout)
+        # Random keys depend on names, and the first runs have this one.
+        self.Dropout_0 = nn.Dropout(self.dropout)
         self.head = Head(
             self.vocab_size,
             self.head_bias,
@@ -65,12 +66,12 @@ class _Model(Stack):
             x = x + sinusoidal(positions, self.d_model).astype(x.dtype)
         if self.norm_embeddings:
             x = norm(x)
-        return constrain(self.embedding_dropout(x, deterministic=deterministic), "batch", "length", "embed")
+        return constrain(self.Dropout_0(x, deterministic=deterministic), "batch", "length", "embed")
 
     def _embed_tokens(
-        self, ids: jax.Array, valid: jax.Array | None, cache: KVCache | None, deterministic: bool
+        self, name: str, ids: jax.Array, valid: jax.Array | None, cache: KVCache | None, deterministic: bool
     ) -> jax.Array:
-        self._check("ids", ids, self.vocab_size, valid, cache)
+        self._check(name, ids, self.vocab_size, valid, cache)
         return self._embed(
             self.token_embedding(ids, self.compute_dtype),
             token_positions(ids.shape[1], valid, None if cache is None else cache.length),
@@ -89,6 +90,8 @@ class _Model(Stack):
         check_ids(name, ids, vocab_size)
         check_valid("valid" if name == "ids" else f"{name}_valid", valid, ids.shape)
         if cache is not None:
+            if not isinstance(cache, KVCache):
+                raise ConfigError(f"a Transformer's cache is a KVCache, got {type(cache).__name__}")
             check_rows(cache.length, ids.shape[0])
         if self.positions == "learned" and cache is None and ids.shape[1] > self.context:
             raise ConfigError(f"{ids.shape[1]} tokens are more than the {self.context} learned positions")
@@ -153,7 +156,7 @@ class Transformer(_Model):
         """
         if cache is not None and self.architecture == "encoder":
             raise ConfigError("an encoder sees both sides of each token and has no cache; call it without one")
-        x = self._embed_tokens(ids, valid, cache, deterministic)
+        x = self._embed_tokens("ids", ids, valid, cache, deterministic)
         if self.architecture == "encoder":
             out = self.encoder(x, valid=valid, capture=capture, deterministic=deterministic)
         else:
@@ -294,7 +297,7 @@ class EncoderDecoder(_Model):
         deterministic: bool = True,
     ) -> Any:
         """Logits of the target's next symbols, from what `encode` gave or from a cache."""
-        x = self._embed_tokens(ids, valid, cache, deterministic)
+        x = self._embed_tokens("target" if cache is None else "ids", ids, valid, cache, deterministic)
         out = self.decoder(
             x,
             memory,
@@ -327,13 +330,14 @@ class EncoderDecoder(_Model):
           source_valid: bool [B, S], True where the source is real; None means all.
 
         Raises:
-          ConfigError: Without a source, or for a source of another number of rows.
+          ConfigError: Without a source, for one of other rows or width, or for what are not the model's parameters.
         """
         if params is None or memory is None:
             raise ConfigError("cross-attention needs a source: init_cache(..., params=params, memory=memory)")
-        if memory.ndim != 3 or memory.shape[0] != batch_size:
-            raise ConfigError(f"memory must be [B, S, D] with B = {batch_size}, got {list(memory.shape)}")
-        check_valid("source_valid", source_valid, memory.shape[:2])
+        if "decoder" not in params:
+            raise ConfigError(f"params must be the model's, init(...)['params'], got the keys {list(params)}")
+        check_floats("memory", memory, "B S D", self.d_model)
+        memory = real_memory(memory, source_valid, batch_size)
         decoder = Decoder(**self._shared(Decoder), cross_attention=True, parent=None)
         cache = self._empty_cache(batch_size, max_length, cross_attention=True)
         return cache.replace(memory=decoder.project_memory(params["decoder"], memory), memory_valid=source_valid)

@@ -125,7 +125,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         f"SHA-256 {corpus.sha256[:12]}"
     )
     with placement.use():
-        if not config.model.recurrent:
+        if kernels.attends(config.model):
             terminal.say(f"attention  {kernels.explain(config.model)}")
         if resume:
             run = runs.RunFolder(out)

@@ -59,6 +59,9 @@ _MUON_AXES = {
     "up": MuonDimensionNumbers(reduction_axis=1, output_axis=2),
     "gate": MuonDimensionNumbers(reduction_axis=1, output_axis=2),
     "down": MuonDimensionNumbers(reduction_axis=1, output_axis=2),
+    # [L, D, gates, D]: each gate's map is a matrix of its own.
+    "input": MuonDimensionNumbers(reduction_axis=1, output_axis=3),
+    "recurrent_kernel": MuonDimensionNumbers(reduction_axis=1, output_axis=3),
 }
 
 
@@ -71,7 +74,7 @@ def muon_dimension_numbers(params: Any) -> Any:
 
     def one(path: tuple[Any, ...], _: Any) -> MuonDimensionNumbers | None:
         *_, module, leaf = ["", *leaf_name(path).split("/")]
-        return _MUON_AXES.get(module) if leaf == "kernel" else None
+        return _MUON_AXES.get(module if leaf == "kernel" else leaf)
 
     return jax.tree.map_with_path(one, params)
 
