@@ -219,3 +219,23 @@ def test_logits_that_are_not_finite():
     damaged = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
     with pytest.raises(TransformerJaxError, match="not finite"):
         generate(MODEL, damaged, [PROMPT], 5, context=CONTEXT)
+
+
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
+def test_recurrent_models_have_no_window(kind):
+    """Prompts of different lengths in one batch, each read as a whole; and far past the context."""
+    model, params = build(architecture=kind)
+    prompts = [[1, 5], [2, 7, 7, 3, 1]]
+    made = generate(model, params, prompts, 2 * CONTEXT, temperature=0)
+    forward = jax.jit(lambda ids: model.apply({"params": params}, ids))
+    for prompt, row in zip(prompts, made, strict=True):
+        text = [*prompt, *row]
+        logits = forward(jnp.array([text + [0] * (40 - len(text))]))[0]
+        np.testing.assert_array_equal(row, logits[len(prompt) - 1 : len(text) - 1].argmax(-1))
+
+
+@pytest.mark.parametrize("architecture", ["encoder", "encoder_decoder"])
+def test_models_that_do_not_go_on(architecture):
+    model = create_model(dataclasses.replace(CONFIG, architecture=architecture))
+    with pytest.raises(ConfigError, match="with a decoder or a recurrent model; this model is neither"):
+        generate(model, {}, [PROMPT], 3)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
-from transformer_jax.nn import KVCache, RecurrentLM, RecurrentState, Transformer
+from transformer_jax.nn import EncoderDecoder, KVCache, RecurrentLM, RecurrentState, Transformer
 
 _CHUNK = 32
 """Most tokens made by one call of the compiled loop: how often a stream gets something to show."""
@@ -124,6 +124,8 @@ def generate(
       TransformerJaxError: If the model gives logits that are not finite.
     """
     check_settings(num_tokens, temperature, top_k, top_p, num_samples, seed)
+    if isinstance(model, EncoderDecoder) or model.architecture == "encoder":
+        raise ConfigError("generate goes on from prompts, with a decoder or a recurrent model; this model is neither")
     context = model.context if context is None else context
     _check_prompts(prompts, context, model.vocab_size)
     filters = Filters(

@@ -75,11 +75,13 @@ def test_a_runs_folder(trained, tiny_config):
     assert runs.RunFolder(trained).checkpoints.steps() == [10, 20]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_resume_is_exact(tiny_config, tmp_path, optimizer):
+@pytest.mark.parametrize(("architecture", "optimizer"), [("decoder", "muon"), ("decoder", "adamw"), ("gru", "muon")])
+def test_resume_is_exact(tiny_config, tmp_path, architecture, optimizer):
     """20 steps equal 10 + 10 and 7 + 7 + 6, bit for bit, with dropout, accumulation and a running warmup."""
     config = dataclasses.replace(
-        with_train(tiny_config, average_decay=0.9), optim=dataclasses.replace(tiny_config.optim, optimizer=optimizer)
+        with_train(tiny_config, average_decay=0.9),
+        model=dataclasses.replace(tiny_config.model, architecture=architecture),
+        optim=dataclasses.replace(tiny_config.optim, optimizer=optimizer),
     )
     loop.train(config, tmp_path / "whole")
     for name, stops in (("two", (10, 20)), ("three", (7, 14, 20))):
@@ -232,6 +234,23 @@ def test_divergence_stops_the_run(tiny_config, tmp_path):
     assert len(good) >= 1
     assert all(math.isfinite(r["loss"]) for r in good)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_a_run_says_how_its_attention_is_computed(tiny_config, tmp_path, capsys):
+    """And a kernel that cannot be is refused before anything is written."""
+    for fields, said in (
+        (
+            {"architecture": "encoder_decoder"},
+            "model.architecture is 'encoder_decoder'; choose decoder, rnn, gru or lstm",
+        ),
+        ({"attention_impl": "tpu"}, "attention_impl 'tpu' cannot be used here: tpu runs on tpu, and this is for cpu"),
+    ):
+        config = dataclasses.replace(tiny_config, model=dataclasses.replace(tiny_config.model, **fields))
+        with pytest.raises(ConfigError, match=said):
+            loop.train(config, tmp_path / "a")
+        assert not (tmp_path / "a").exists()
+    loop.train(with_train(tiny_config, steps=1), tmp_path / "a")
+    assert "attention  xla (no fused kernel for cpu)\n" in capsys.readouterr().out
 
 
 def test_out_is_respected(trained, tiny_config, tmp_path):
