@@ -96,8 +96,9 @@ def test_masks_and_positions_of_another_kind():
         (lambda: padding_mask(ids), r"valid must be bool \[B, S\], True = a real token, got int32\[1, 3\]"),
         (lambda: combine_masks(None, ids), "a mask must be bool, True = may attend, got int32"),
         (lambda: causal_mask(positions.astype(jnp.float32), positions), "positions must be whole numbers"),
+        (lambda: causal_mask(0), "a length must be at least 1, got 0"),
         (lambda: causal_mask(positions[0], positions), r"\[B or 1, T\], got int32\[3\]"),
-        (lambda: window_mask(positions, positions, 0), "a window must be at least 1"),
+        (lambda: window_mask(4, window=0), "a window must be at least 1"),
         (
             lambda: rotary(jnp.ones((1, 3, 2, 4)), positions.astype(jnp.float32)),
             r"whole numbers \[B or 1, T\], got float32",
@@ -126,8 +127,9 @@ def test_products_add_up_in_float32():
 def test_masks_by_hand():
     positions = jnp.arange(4)[None]
     causal = causal_mask(positions, positions)
+    np.testing.assert_array_equal(causal, causal_mask(4))
     np.testing.assert_array_equal(causal[0, 0], np.tril(np.ones((4, 4), bool)))
-    both = combine_masks(causal, None, window_mask(positions, positions, 2))
+    both = combine_masks(causal, None, window_mask(positions, positions, window=2))
     np.testing.assert_array_equal(both[0, 0], np.tril(np.ones((4, 4), bool)) & ~np.tril(np.ones((4, 4), bool), -2))
     padded = combine_masks(causal, padding_mask(jnp.array([[True, True, False, False]])))
     assert padded.shape == (1, 1, 4, 4)

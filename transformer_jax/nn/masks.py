@@ -8,50 +8,50 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn.inputs import check_positions
 
 
-def causal_mask(query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+def causal_mask(query_positions: jax.Array | int, key_positions: jax.Array | None = None) -> jax.Array:
     """Each query sees its own position and those before it (Vaswani et al. 2017, section 3.2.3).
 
     Args:
-      query_positions: int [B or 1, T].
-      key_positions: int [B or 1, S].
+      query_positions: int [B or 1, T]; or a length, for positions 0 to T - 1.
+      key_positions: int [B or 1, S]; None means those of the queries.
 
     Returns:
       bool [B or 1, 1, T, S].
 
     Raises:
-      ConfigError: For positions that are not whole numbers of rank 2.
+      ConfigError: For positions that are not whole numbers of rank 2, or a length below 1.
 
     Example:
-      >>> positions = jnp.arange(3)[None]
-      >>> causal_mask(positions, positions).astype(int).tolist()
+      >>> causal_mask(3).astype(int).tolist()
       [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+      >>> causal_mask(jnp.array([[2]]), jnp.arange(4)[None]).astype(int).tolist()
+      [[[[1, 1, 1, 0]]]]
     """
-    check_positions(query_positions, key_positions)
+    query_positions, key_positions = _both(query_positions, key_positions)
     return key_positions[:, None, None, :] <= query_positions[:, None, :, None]
 
 
-def window_mask(query_positions: jax.Array, key_positions: jax.Array, window: int) -> jax.Array:
+def window_mask(query_positions: jax.Array | int, key_positions: jax.Array | None = None, *, window: int) -> jax.Array:
     """Each query sees positions less than `window` away: with a causal mask the newest `window`, itself included.
 
     The sliding window of Beltagy et al. 2020, section 3.1.
 
     Args:
-      query_positions: int [B or 1, T].
-      key_positions: int [B or 1, S].
+      query_positions: int [B or 1, T]; or a length, for positions 0 to T - 1.
+      key_positions: int [B or 1, S]; None means those of the queries.
       window: Positions seen on each side, the query's own included.
 
     Returns:
       bool [B or 1, 1, T, S].
 
     Raises:
-      ConfigError: For positions that are not whole numbers of rank 2, or a window below 1.
+      ConfigError: For positions that are not whole numbers of rank 2, or a length or window below 1.
 
     Example:
-      >>> positions = jnp.arange(3)[None]
-      >>> window_mask(positions, positions, 2).astype(int).tolist()
+      >>> window_mask(3, window=2).astype(int).tolist()
       [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]
     """
-    check_positions(query_positions, key_positions)
+    query_positions, key_positions = _both(query_positions, key_positions)
     if window < 1:
         raise ConfigError(f"a window must be at least 1, the query's own position, got {window}")
     return jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :]) < window
@@ -134,6 +134,17 @@ class IndexMask:
         keys = jnp.arange(key_length, dtype=jnp.int32)[None, :]
         return combine_masks(
             causal_mask(queries, keys) if self.causal else None,
-            None if self.window is None else window_mask(queries, keys, self.window),
+            None if self.window is None else window_mask(queries, keys, window=self.window),
             None if self.valid is None else padding_mask(self.valid),
         )
+
+
+def _both(queries: jax.Array | int, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The positions of queries and keys, checked."""
+    if isinstance(queries, int):
+        if queries < 1:
+            raise ConfigError(f"a length must be at least 1, got {queries}")
+        queries = jnp.arange(queries, dtype=jnp.int32)[None, :]
+    keys = queries if keys is None else keys
+    check_positions(queries, keys)
+    return queries, keys

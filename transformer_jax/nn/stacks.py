@@ -53,7 +53,7 @@ class Stack(Blocks):
         """Who sees whom in whole sequences: by places in the array, unless a window must not count padding."""
         if self.window is None or valid is None:
             return IndexMask(valid, causal, self.window)
-        near = window_mask(positions, positions, self.window)
+        near = window_mask(positions, window=self.window)
         return combine_masks(IndexMask(valid, causal).dense(*(positions.shape[1:] * 2)), near)
 
     def _checked(self, x: jax.Array, valid: jax.Array | None) -> jax.Array:
@@ -184,7 +184,7 @@ class Decoder(Stack):
             slots = slots if valid is None else jnp.where(valid, slots, cache.capacity)
             places = jnp.arange(cache.capacity, dtype=jnp.int32)[None, :]
             # No mask for padding: slots up to a query's own position are always filled.
-            near = None if self.window is None else window_mask(positions, places, self.window)
+            near = None if self.window is None else window_mask(positions, places, window=self.window)
             mask, bias = combine_masks(causal_mask(positions, places), near), self._bias(positions, places)
             memory_valid = cache.memory_valid if cache.memory is not None else memory_valid
         memory_mask = None if memory_valid is None else IndexMask(memory_valid)
