@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -212,12 +213,15 @@ def test_evaluate_does_not_depend_on_the_batch(capsys, trained):
         figures = json.loads(out)
         losses.append(figures["loss"])
         assert figures["bits"] == pytest.approx(figures["loss"] / math.log(2))
+        assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
         assert figures["targets"] == 599
+        assert len(figures["loss_by_position"]) == 16
     assert max(losses) - min(losses) < 1e-5
     summary = json.loads((trained / "summary.json").read_text())
     assert losses[0] == pytest.approx(summary["best_val_loss"], abs=1e-5)
     _, out, _ = run(capsys, "evaluate", trained, "--split", "test")
     assert "test (299 characters)" in out
+    assert re.search(r"\n  1 {17} +\d\.\d{4}\n  2 .*\n  3 to 4 .*\n  5 to 8 .*\n  9 to 16 .*\n$", out)
     assert "batch-size must be at least 1" in refused(capsys, "evaluate", trained, "--batch-size", 0)
     assert "unknown split 'valid'" in refused(capsys, "evaluate", trained, "--split", "valid")
 

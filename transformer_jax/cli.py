@@ -7,7 +7,7 @@ import runpy
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -263,13 +263,26 @@ def _evaluate(args: list[str]) -> int:
     figures = evaluate_run(load_run(options.run, options.step, _note), options.split, options.batch_size)
     if options.json:
         print(json.dumps(figures))
-    else:
-        print(
-            "{split} ({targets:,} characters), step {step}: {loss:.4f} nats per character, {bits:.4f} bits".format(
-                **figures
-            )
-        )
+        return 0
+    print("{split} ({targets:,} characters), step {step}".format(**figures))
+    for name, key in (("nats per character", "loss"), ("bits per character", "bits"), ("perplexity", "perplexity")):
+        print(f"{name:<20}{figures[key]:>8.4f}")
+    print("nats by the characters seen in the window")
+    by_position = figures["loss_by_position"]
+    for first, last in _doubling(len(by_position)):
+        known = [loss for loss in by_position[first - 1 : last] if loss is not None]
+        if known:
+            seen = str(first) if first == last else f"{first} to {last}"
+            print(f"  {seen:<18}{sum(known) / len(known):>8.4f}")
     return 0
+
+
+def _doubling(length: int) -> Iterator[tuple[int, int]]:
+    """1, 2, 3 to 4, 5 to 8 and so on up to a length, both ends included."""
+    first, last = 1, 1
+    while first <= length:
+        yield first, min(last, length)
+        first, last = last + 1, 2 * last
 
 
 def _inspect(args: list[str]) -> int:

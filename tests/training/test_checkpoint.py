@@ -84,6 +84,13 @@ def test_parameters_alone(state, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, part["params"], state.params)
 
 
+def test_a_checkpoint_of_another_version_is_not_called_damaged(state, tmp_path):
+    checkpoints = saved(tmp_path / "c", state, 5)
+    params = like({"later": {"kernel": jax.numpy.zeros(3)}}, SHARDING)
+    with pytest.raises(CheckpointError, match="has no params/later/kernel: another version of this program wrote it"):
+        checkpoints.restore(checkpoints.metadata(5), {"params": params})
+
+
 def test_relative_paths(state, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert saved(Path("here"), state, 1).steps() == [1]

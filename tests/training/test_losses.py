@@ -26,6 +26,13 @@ def test_cross_entropy_formula():
     assert float(count) == weights.sum()
 
 
+def test_sums_over_rows_alone():
+    logits, targets, weights = example()
+    totals, counts = cross_entropy(logits, targets, weights, axis=0)
+    np.testing.assert_allclose(totals, (softmax_cross_entropy(logits, targets) * weights).sum(0), rtol=1e-5)
+    np.testing.assert_array_equal(counts, weights.sum(0))
+
+
 def test_label_smoothing_formula():
     logits, targets, weights = example()
     uniform = np.mean([softmax_cross_entropy(logits, np.full((3, 4), v)) for v in range(7)], axis=0)

@@ -132,6 +132,13 @@ class Checkpoints:
           CheckpointError: If it is damaged or does not fit.
         """
         step = metadata.step
+        names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
+        lacking = [name for name in names if name not in metadata.digests]
+        if lacking:
+            raise CheckpointError(
+                f"checkpoint {step} in {self.folder} has no {lacking[0]}: another version of this program wrote it; "
+                "read it with that version"
+            )
         restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         try:

@@ -46,11 +46,20 @@ class Evaluator:
         Returns:
           The mean over N - 1 targets, added up in float64.
         """
+        totals, counts = self.by_position(params, ids, batch_size)
+        return float(totals.sum() / counts.sum())
+
+    def by_position(self, params: Any, ids: np.ndarray, batch_size: int = BATCH_SIZE) -> tuple[np.ndarray, np.ndarray]:
+        """The sums behind `loss` for each place in a window: how loss falls with the context that is seen.
+
+        Returns:
+          Nats and targets, both float64 [T]; the target at place t is predicted from t + 1 characters.
+        """
         rows = batch_size + -batch_size % self._placement.mesh.size
         batches = evaluation_batches(ids, self._context, rows)
         parts = [self._step(params, self._placement.place(batch)) for batch in batches]
         totals, counts = zip(*jax.device_get(parts), strict=True)
-        return float(np.sum(totals, dtype=np.float64) / np.sum(counts, dtype=np.float64))
+        return np.sum(totals, axis=0, dtype=np.float64), np.sum(counts, axis=0, dtype=np.float64)
 
 
 def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
@@ -62,7 +71,8 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE) -> dict[str
       batch_size: Windows at once.
 
     Returns:
-      split, step, loss (nats per character), bits (per character), targets.
+      split, step, loss (nats per character), bits (per character), perplexity, targets, and loss_by_position: nats for
+      each place in a window, None where there is no target.
 
     Raises:
       DataError: If the text is missing, or no longer the one the model was trained on.
@@ -77,8 +87,17 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE) -> dict[str
     placement = default_placement(batch_size)
     with placement.use():
         params = jax.device_put(run.params, placement.replicated)
-        loss = Evaluator(run.config, placement).loss(params, ids, batch_size)
-    return {"split": split, "step": run.step, "loss": loss, "bits": bits(loss), "targets": len(ids) - 1}
+        totals, counts = Evaluator(run.config, placement).by_position(params, ids, batch_size)
+    loss = float(totals.sum() / counts.sum())
+    return {
+        "split": split,
+        "step": run.step,
+        "loss": loss,
+        "bits": bits(loss),
+        "perplexity": math.exp(loss),
+        "targets": len(ids) - 1,
+        "loss_by_position": [total / count if count else None for total, count in zip(totals, counts, strict=True)],
+    }
 
 
 def bits(nats: float) -> float:

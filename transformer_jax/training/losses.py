@@ -11,6 +11,7 @@ def cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    axis: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood in nats, summed over the targets that count.
 
@@ -20,9 +21,10 @@ def cross_entropy(
       weights: float32 [B, T].
       label_smoothing: Weight of the uniform distribution in the targets (Szegedy et al. 2016, section 7).
       z_loss: Adds z_loss * log(Z)^2 (Chowdhery et al. 2022, section 5).
+      axis: Sum over this axis of [B, T] alone; None sums over both.
 
     Returns:
-      The weighted sum and the sum of the weights, both float32 scalars.
+      The weighted sum and the sum of the weights, both float32 and for axis None scalars.
     """
     log_z = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
@@ -31,7 +33,7 @@ def cross_entropy(
         nll = (1 - label_smoothing) * nll + label_smoothing * (log_z - jnp.mean(logits, axis=-1))
     if z_loss:
         nll = nll + z_loss * jnp.square(log_z)
-    return jnp.sum(nll * weights), jnp.sum(weights)
+    return jnp.sum(nll * weights, axis=axis), jnp.sum(weights, axis=axis)
 
 
 def mean(total: jax.Array, count: jax.Array) -> jax.Array:

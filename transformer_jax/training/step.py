@@ -117,9 +117,12 @@ def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -
 
 
 def eval_step(config: Config, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Summed loss in nats and number of targets of one batch: dropout off, no smoothing."""
+    """Loss in nats and number of targets at each place of a batch's windows, both float32 [T], summed over the rows.
+
+    Dropout is off and nothing is smoothed.
+    """
     logits = create_model(config.model).apply({"params": params}, batch["inputs"])
-    return cross_entropy(logits, batch["targets"], batch["weights"])
+    return cross_entropy(logits, batch["targets"], batch["weights"], axis=0)
 
 
 def all_finite(state: TrainState) -> jax.Array:
