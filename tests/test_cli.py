@@ -138,6 +138,21 @@ def test_sample(capsys, trained, tmp_path):
     assert len((tmp_path / "s.txt").read_text(encoding="utf-8")) == 4 + 5 + 1
 
 
+def test_sample_stops_and_filters(capsys, trained):
+    whole = run(capsys, "sample", trained, "--prompt", "the ", "--tokens", 60)[1]
+    stop = whole[20:23]
+    assert run(capsys, "sample", trained, "--prompt", "the ", "--tokens", 60, "--stop", stop)[1] == (
+        whole[: whole.index(stop, 4) + 3] + "\n"
+    )
+    status, text, _ = run(
+        capsys, "sample", trained, "--prompt", "the ", "--tokens", 9, "--min-p", 0.1, "--repetition-penalty", 1.2
+    )
+    assert status == 0
+    assert len(text) == 4 + 9 + 1
+    assert "is not among the" in refused(capsys, "sample", trained, "--prompt", "a", "--stop", "\N{SNOWMAN}")
+    assert "a stop is empty" in refused(capsys, "sample", trained, "--stop", "")
+
+
 def test_sample_line_ends_and_long_prompts(capsys, trained):
     status, text, _ = run(capsys, "sample", trained, "--prompt", "the\r\nsea", "--tokens", 1)
     assert status == 0

@@ -112,8 +112,13 @@ def test_more_symbols_than_there_are_is_no_limit():
     np.testing.assert_array_equal(write(top_k=200, seed=3), write(seed=3))
 
 
-def filters(temperature=1.0, top_k=V, top_p=1.0):
-    return Filters(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p))
+def filters(temperature=1.0, top_k=V, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
+    floats = (jnp.float32(x) for x in (top_p, min_p, repetition_penalty))
+    return Filters(jnp.float32(temperature), jnp.int32(top_k), *floats)
+
+
+def none_seen(logits):
+    return jnp.zeros(logits.shape, bool)
 
 
 def test_filters_keep_the_right_set():
@@ -121,8 +126,9 @@ def test_filters_keep_the_right_set():
     logits = jnp.log(jnp.asarray(np.tile(probabilities, (4000, 1)), jnp.float32))
     keys = jax.random.split(jax.random.key(0), 4000)
 
-    def seen(**kwargs):
-        drawn = np.asarray(jax.jit(draw)(keys, logits, filters(**{"top_k": 5, **kwargs})))
+    def seen(already=(), **kwargs):
+        before = none_seen(logits).at[:, jnp.array(already, int)].set(True)
+        drawn = np.asarray(jax.jit(draw)(keys, logits, before, filters(**{"top_k": 5, **kwargs})))
         return {int(v): (drawn == v).mean() for v in np.unique(drawn)}
 
     assert set(seen()) == {0, 1, 2, 3, 4}
@@ -131,6 +137,13 @@ def test_filters_keep_the_right_set():
     assert set(seen(top_p=0.71)) == {1, 3, 4}
     assert set(seen(top_p=0.39)) == {1}
     assert set(seen(top_k=3, top_p=0.81)) == {1, 3}  # of 0.4, 0.3, 0.15: the first two have 0.82
+    assert set(seen(min_p=0.3)) == {1, 3, 4}  # of 0.4: at least 0.12
+    assert set(seen(min_p=0.8)) == {1}
+    assert set(seen(min_p=1.0)) == {1}
+    assert set(seen(min_p=0.3, top_p=0.69)) == {1, 3}
+    assert set(seen([1], top_k=1, repetition_penalty=1.2)) == {1}  # log 0.4 * 1.2 is -1.1, log 0.3 is -1.2
+    assert set(seen([1], top_k=1, repetition_penalty=1.4)) == {3}
+    assert set(seen([3], top_k=1, repetition_penalty=0.5)) == {3}
     assert seen(top_k=2)[1] == pytest.approx(4 / 7, abs=0.03)
     cold = probabilities**2 / (probabilities**2).sum()
     assert seen(temperature=0.5)[1] == pytest.approx(cold[1], abs=0.03)
@@ -143,15 +156,17 @@ def test_no_limit_is_no_limit():
     ranked = np.asarray(jax.nn.softmax(logits))
     assert ranked[0, 3] < 1e-8
     hot = filters(temperature=1e8, top_k=4)
-    drawn = {int(draw(jax.random.split(k, 1), logits, hot)[0]) for k in jax.random.split(keys[0], 60)}
+    drawn = {
+        int(draw(jax.random.split(k, 1), logits, none_seen(logits), hot)[0]) for k in jax.random.split(keys[0], 60)
+    }
     assert drawn == {0, 1, 2, 3}
 
 
 def test_ties_go_to_the_lower_id():
     logits = jnp.zeros((1, 5))
     keys = jax.random.split(jax.random.key(0), 1)
-    assert int(draw(keys, logits, filters(temperature=0, top_k=5))[0]) == 0
-    assert int(draw(keys, logits, filters(top_k=1))[0]) == 0
+    assert int(draw(keys, logits, none_seen(logits), filters(temperature=0, top_k=5))[0]) == 0
+    assert int(draw(keys, logits, none_seen(logits), filters(top_k=1))[0]) == 0
 
 
 def test_bfloat16_logits_do_not_drift():
@@ -173,6 +188,53 @@ def test_stream_gives_every_token_in_order():
     assert len(pieces) > 1
 
 
+def test_positive_logits_are_divided_by_the_penalty():
+    """Keskar et al. 2019, section 4.1, for logits of both signs."""
+    logits, seen = jnp.array([[3.0, 2.0, -1.0]]), jnp.array([[True, False, False]])
+    key = jax.random.split(jax.random.key(0), 1)
+    for penalty, best in ((1.4, 0), (1.6, 1), (1e6, 1)):
+        assert int(draw(key, logits, seen, filters(top_k=1, repetition_penalty=penalty))[0]) == best
+
+
+def test_the_penalty_knows_prompt_and_text():
+    forward = jax.jit(lambda ids: MODEL.apply({"params": PARAMS}, ids))
+    text = list(PROMPT)
+    for _ in range(10):
+        logits = np.array(forward(jnp.array([text + [0] * (CONTEXT - len(text))]))[0, len(text) - 1])
+        seen = list(set(text))
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / 4, logits[seen] * 4)
+        text.append(int(logits.argmax()))
+    made = write(tokens=10, temperature=0, repetition_penalty=4)[0].tolist()
+    assert made == text[len(PROMPT) :]
+    assert made != write(tokens=10, temperature=0)[0].tolist()
+
+
+def test_log_probabilities_are_the_models_own():
+    made, log_probs = write(tokens=8, temperature=0.5, top_k=3, repetition_penalty=1.3, return_log_probs=True)
+    ids = jnp.asarray([[*PROMPT, *made[0]]])
+    logits = jax.jit(lambda ids: MODEL.apply({"params": PARAMS}, ids))(ids)
+    expected = jax.nn.log_softmax(logits)[0, jnp.arange(len(PROMPT) - 1, ids.shape[1] - 1), made[0]]
+    np.testing.assert_allclose(log_probs[0], expected, atol=1e-5)
+
+
+def test_rows_end_after_a_stop():
+    """Each for itself, also where the stop falls on two pieces of the stream, and together no later than needed."""
+    whole = write([PROMPT, PROMPT[::-1]], tokens=80, seed=4)
+    for first, last in ((30, 34), (3, 5), (0, 1)):
+        stop = whole[0, first:last].tolist()
+        end = next(i for i in range(80) if whole[0, : i + 1].tolist()[-len(stop) :] == stop) + 1
+        pieces = []
+        made, log_probs = write(
+            [PROMPT, PROMPT[::-1]], tokens=80, seed=4, stop=[stop], stream=pieces.append, return_log_probs=True
+        )
+        np.testing.assert_array_equal(made[0, :end], whole[0, :end])
+        assert (made[0, end:] == -1).all()
+        assert (log_probs[0, end:] == 0).all()
+        np.testing.assert_array_equal(np.concatenate(pieces, axis=1)[:, : made.shape[1]], made)
+        alone = write(tokens=80, seed=4, stop=[[V + 1], stop])
+        np.testing.assert_array_equal(alone[0], whole[0, :end])
+
+
 def test_compiles_once_whatever_the_length():
     jax.clear_caches()
     for tokens, length in ((1, 3), (5, 4), (60, 5), (33, 12)):
@@ -190,6 +252,10 @@ def test_compiles_once_whatever_the_length():
         ({"top_k": -3}, "top_k must be at least 1, got -3"),
         ({"top_p": 0}, "top_p must be above 0 .* got 0"),
         ({"top_p": 1.5}, "top_p .* got 1.5"),
+        ({"min_p": -0.1}, "min_p must be between 0 and 1, got -0.1"),
+        ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be above 0 \(1 is none\), got 0"),
+        ({"stop": [[1], []]}, "a stop is empty"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
         ({"tokens": 0}, "num_tokens must be at least 1"),
         ({"seed": 2**32}, "seed must be between 0 and 4294967295"),

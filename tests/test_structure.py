@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.cli import load_config
 from transformer_jax.config import Config
+from transformer_jax.config_files import load_config
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transformer_jax"
@@ -31,6 +31,7 @@ ROOMS = [
     ["training.runs"],
     ["training.evaluate"],
     ["training.loop"],
+    ["config_files"],
     ["cli"],
 ]
 INSIDE = {

@@ -3,21 +3,21 @@
 import dataclasses
 import json
 import os
-import runpy
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from transformer_jax.checks import unknown
-from transformer_jax.config import Config, field_names, from_dict, unresolve
+from transformer_jax.config import Config, from_dict
+from transformer_jax.config_files import find_config, load_config, stored_config
 from transformer_jax.data.batches import SPLITS
-from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
-from transformer_jax.presets import PRESETS
+from transformer_jax.errors import ConfigError, TransformerJaxError
 
 _USAGE_STATUS = 2
 
@@ -51,6 +51,9 @@ class _Sample:
       temperature: Divides the logits; 0 always takes the most likely character.
       top_k: Draw from this many most likely characters.
       top_p: Draw from the fewest characters with this much probability.
+      min_p: Draw from characters with this fraction of the most likely one's probability.
+      repetition_penalty: Above 1 makes characters of the text so far less likely.
+      stop: End a text after the first of these strings that it writes.
       seed: Of the random draws; the same seed gives the same text.
       num_samples: Texts to write.
       step: Checkpoint: best (lowest validation loss), last, or a number.
@@ -63,6 +66,9 @@ class _Sample:
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
     seed: int = 0
     num_samples: int = 1
     step: str = "best"
@@ -179,7 +185,7 @@ def _train(args: list[str]) -> int:
         raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
     default = Config() if where.config is None else load_config(where.config)
     if where.resume and where.config is None:
-        default = stored_config(where.out)
+        default = stored_config(where.out, _note)
     config = _parse_config(args, default)
     out = where.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data.corpus}"
 
@@ -210,7 +216,9 @@ def _sample(args: list[str]) -> int:
     from transformer_jax.training.metrics import escape_unprintable
     from transformer_jax.training.runs import load_run
 
-    check_settings(options.tokens, options.temperature, options.top_k, options.top_p, options.num_samples, options.seed)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_samples", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    check_settings(num_tokens=options.tokens, stop=options.stop, **settings)
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out} lies in a folder that does not exist; make it first")
     compile_cache.enable()
@@ -219,13 +227,14 @@ def _sample(args: list[str]) -> int:
     if options.prompt is None:
         _note(f"no --prompt: going on from {prompt!r}")
     ids = run.vocab.encode(prompt) if prompt else []
+    stop = [run.vocab.encode(normalise_line_ends(text)) for text in options.stop]
     context = run.config.model.context
     if len(ids) > context:
         _note(f"the prompt has {len(ids)} characters and the model's context is {context}: it reads the last {context}")
     escape_unprintable()
 
     def show(piece: Any) -> None:
-        print(run.vocab.decode(piece[0]), end="", flush=True)
+        print(run.vocab.decode(piece[0][piece[0] >= 0]), end="", flush=True)
 
     alone = options.num_samples == 1
     if alone:
@@ -235,14 +244,11 @@ def _sample(args: list[str]) -> int:
         run.params,
         [ids],
         options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        num_samples=options.num_samples,
+        stop=stop,
         stream=show if alone else None,
+        **settings,
     )
-    texts = [prompt + run.vocab.decode(row) for row in made]
+    texts = [prompt + run.vocab.decode(row[row >= 0]) for row in made]
     print() if alone else print("\n\n".join(f"--- sample {i + 1}\n{text}" for i, text in enumerate(texts)))
     if options.out is not None:
         options.out.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
@@ -294,23 +300,12 @@ def _inspect(args: list[str]) -> int:
     inspect(
         options.what,
         options.other,
-        _find_config,
+        partial(find_config, report=_note),
         vocab_size=options.vocab_size,
         picture=options.svg,
         as_json=options.json,
     )
     return 0
-
-
-def _find_config(what: str) -> Config:
-    """The config of a preset, of a run as it was resolved, or in a file."""
-    path = Path(what)
-    if not path.exists() and what not in PRESETS:
-        raise ConfigError(unknown("preset, run or config file", what, PRESETS))
-    inside = path / "config.json"
-    if path.is_dir() and not inside.is_file():
-        return stored_config(path)
-    return load_config(inside if path.is_dir() else path, resolved=True)
 
 
 def _parse_config(args: list[str], default: Config) -> Config:
@@ -338,69 +333,6 @@ def _parse_config(args: list[str], default: Config) -> Config:
     options.__doc__ = _Where.__doc__
     parsed = tyro.cli(options, args=args, default=options(settings=plain), prog=_prog("train")).settings
     return from_dict(dataclasses.asdict(parsed))
-
-
-def load_config(path: Path, *, resolved: bool = False) -> Config:
-    """Reads a config: a Python file that sets CONFIG, the config.json of a run, or a preset's name.
-
-    Args:
-      path: Of the file; a file goes before a preset of the same name.
-      resolved: Keep what the run filled in; otherwise the config can begin another run.
-
-    Raises:
-      ConfigError: Naming the file and what is wrong with it.
-    """
-    if not path.is_file():
-        if str(path) in PRESETS:
-            return PRESETS[str(path)].config
-        raise ConfigError(
-            f"no config file at {path}; it is a Python file that sets CONFIG, a run's config.json, "
-            f"or one of {', '.join(PRESETS)}"
-        )
-    try:
-        if path.suffix == ".json":
-            config = from_dict(json.loads(path.read_text(encoding="utf-8")))
-            return config if resolved else unresolve(config)
-        found = runpy.run_path(str(path)).get("CONFIG")
-    except TypeError as error:
-        raise ConfigError(f"{path}: {_explain(error)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Config):
-        raise ConfigError(f"{path} must set CONFIG = Config(...), and sets {type(found).__name__}")
-    return found
-
-
-def stored_config(out: Path) -> Config:
-    """The config of the newest checkpoint of a run that says what it is.
-
-    Raises:
-      CheckpointError: If there is none.
-    """
-    from transformer_jax.training.runs import RunFolder
-
-    checkpoints = RunFolder(out).checkpoints
-    for step in reversed(checkpoints.steps()):
-        try:
-            return checkpoints.metadata(step).config
-        except TransformerJaxError as error:
-            _note(str(error))
-    raise CheckpointError(
-        f"no checkpoint in {out}: it holds no run that saved one; train without --resume to start one"
-    )
-
-
-def _explain(error: TypeError) -> str:
-    """A wrong field name in a config file, with the nearest right one."""
-    words = str(error).split("'")
-    kind = next(
-        (k for k in (Config, *(f.type for f in dataclasses.fields(Config))) if words[0].startswith(k.__name__)), None
-    )
-    if kind is None or "unexpected keyword" not in words[0]:
-        return str(error)
-    return unknown(f"field of {kind.__name__}", words[1], field_names(kind))
 
 
 def _note(text: str) -> None:
