@@ -137,7 +137,7 @@ def test_changed_fields():
 def test_different_parameters():
     different = different_parameters(figures(SMALL), figures(replace(SMALL, d_ff=9, qk_norm=False, head_bias=True)))
     assert different["decoder/layers/ffn/up/kernel"] == ((4, 128, 341), (4, 128, 9))
-    assert different["decoder/layers/self_attention/key_norm/scale"] == ((4, 32), None)
+    assert different["decoder/layers/key_norm/scale"] == ((4, 32), None)
     assert different["head/bias"] == (None, (65,))
     assert "decoder/layers/self_attention/key/kernel" not in different
 
