@@ -149,7 +149,8 @@ def test_sample_stops_and_filters(capsys, trained):
     )
     assert status == 0
     assert len(text) == 4 + 9 + 1
-    assert "is not among the" in refused(capsys, "sample", trained, "--prompt", "a", "--stop", "\N{SNOWMAN}")
+    said = refused(capsys, "sample", trained, "--prompt", "a", "--stop", "\N{SNOWMAN}")
+    assert "--stop \N{SNOWMAN}: character" in said
     assert "a stop is empty" in refused(capsys, "sample", trained, "--stop", "")
 
 
@@ -271,6 +272,10 @@ def test_inspect(capsys, trained, tmp_path):
     _, out, _ = run(capsys, "inspect", "gpt2", "modern")
     assert "positions" in out
     assert "rotary" in out
+    (tmp_path / "empty").mkdir()
+    assert "it holds no run, or the run wrote nothing" in refused(capsys, "inspect", tmp_path / "empty")
+    assert "is no config" in refused(capsys, "inspect", "README.md")
+    assert "make it first" in refused(capsys, "inspect", "gpt2", "--svg", tmp_path / "none" / "a.svg")
     assert "did you mean 'gpt2'?" in refused(capsys, "inspect", "gtp2")
     assert "draws one model, and there are two" in refused(capsys, "inspect", "gpt2", "bert", "--svg", picture)
 

@@ -256,6 +256,7 @@ def test_compiles_once_whatever_the_length():
         ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
         ({"repetition_penalty": 0}, r"repetition_penalty must be above 0 \(1 is none\), got 0"),
         ({"stop": [[1], []]}, "a stop is empty"),
+        ({"tokens": 5.5}, "num_tokens must be a whole number, got 5.5"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
         ({"tokens": 0}, "num_tokens must be at least 1"),
         ({"seed": 2**32}, "seed must be between 0 and 4294967295"),

@@ -17,7 +17,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.config import Config, from_dict
 from transformer_jax.config_files import find_config, load_config, stored_config
 from transformer_jax.data.batches import SPLITS
-from transformer_jax.errors import ConfigError, TransformerJaxError
+from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
 
 _USAGE_STATUS = 2
 
@@ -227,7 +227,12 @@ def _sample(args: list[str]) -> int:
     if options.prompt is None:
         _note(f"no --prompt: going on from {prompt!r}")
     ids = run.vocab.encode(prompt) if prompt else []
-    stop = [run.vocab.encode(normalise_line_ends(text)) for text in options.stop]
+    stop = []
+    for text in options.stop:
+        try:
+            stop.append(run.vocab.encode(normalise_line_ends(text)))
+        except DataError as error:
+            raise ConfigError(f"--stop {text}: {error}") from error
     context = run.config.model.context
     if len(ids) > context:
         _note(f"the prompt has {len(ids)} characters and the model's context is {context}: it reads the last {context}")
@@ -296,6 +301,8 @@ def _inspect(args: list[str]) -> int:
     from transformer_jax.inspection.command import inspect
     from transformer_jax.training.metrics import escape_unprintable
 
+    if options.svg is not None and not options.svg.absolute().parent.is_dir():
+        raise ConfigError(f"--svg {options.svg} lies in a folder that does not exist; make it first")
     escape_unprintable()
     inspect(
         options.what,

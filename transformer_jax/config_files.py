@@ -29,6 +29,8 @@ def load_config(path: Path, *, resolved: bool = False) -> Config:
             f"no config file at {path}; it is a Python file that sets CONFIG, a run's config.json, "
             f"or one of {', '.join(PRESETS)}"
         )
+    if path.suffix not in (".py", ".json"):
+        raise ConfigError(f"{path} is no config: it is a Python file (.py) that sets CONFIG, or a run's config.json")
     try:
         if path.suffix == ".json":
             config = from_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -83,9 +85,7 @@ def stored_config(out: Path, report: Callable[[str], None]) -> Config:
             return checkpoints.metadata(step).config
         except TransformerJaxError as error:
             report(str(error))
-    raise CheckpointError(
-        f"no checkpoint in {out}: it holds no run that saved one; train without --resume to start one"
-    )
+    raise CheckpointError(f"no checkpoint in {out}: it holds no run, or the run wrote nothing yet")
 
 
 def _explain(error: TypeError) -> str:

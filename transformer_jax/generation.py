@@ -163,6 +163,8 @@ def generate(
         raise ConfigError("generate goes on from prompts, with a decoder or a recurrent model; this model is neither")
     context = model.context if context is None else context
     _check_prompts(prompts, context, model.vocab_size)
+    if any(not np.issubdtype(np.asarray(piece).dtype, np.integer) for piece in stop):
+        raise DataError("each stop must be a row of ids: encode a text with the run's vocabulary first")
     filters = Filters(
         jnp.float32(temperature),
         jnp.int32(min(top_k or model.vocab_size, model.vocab_size)),
@@ -345,6 +347,8 @@ def check_settings(
       ConfigError: Naming the setting, its value and the limit.
     """
     for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples)):
+        if not isinstance(value, int | np.integer):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if not 0 <= temperature < float("inf"):
@@ -366,8 +370,10 @@ def check_settings(
 def _check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
     if context < 1:
         raise ConfigError(f"context must be at least 1, got {context}")
-    if not prompts:
+    if len(prompts) == 0:
         raise DataError("there is no prompt")
+    if np.ndim(prompts[0]) != 1:
+        raise DataError("prompts must be rows of ids: put one prompt into a list")
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise DataError(f"prompt {number} is empty: a model needs at least one symbol to go on from")

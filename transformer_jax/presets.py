@@ -240,7 +240,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Config:
-    """A known model and its recipe; change it with `dataclasses.replace`.
+    """A known model and its recipe; change it with `dataclasses.replace`, and give its `.model` to `create_model`.
 
     Raises:
       ConfigError: For an unknown name, with the nearest one.

@@ -98,7 +98,12 @@ def test_masks_and_positions_of_another_kind():
         (lambda: causal_mask(positions.astype(jnp.float32), positions), "positions must be whole numbers"),
         (lambda: causal_mask(0), "a length must be at least 1, got 0"),
         (lambda: causal_mask(positions[0], positions), r"\[B or 1, T\], got int32\[3\]"),
-        (lambda: window_mask(4, window=0), "a window must be at least 1"),
+        (lambda: window_mask(4, window=0), "a window must be a whole number of at least 1"),
+        (lambda: window_mask(4, window=1.5), "whole number of at least 1, .* got 1.5"),
+        (lambda: causal_mask(8.0), "positions must be an array, got float"),
+        (lambda: padding_mask([[True]]), "valid must be an array, got"),
+        (lambda: combine_masks(IndexMask(causal=True)), "a mask must be an array, got IndexMask"),
+        (lambda: rotary(jnp.ones((1, 3, 2, 4)), positions, -1.0), "must be above 0, got -1.0"),
         (
             lambda: rotary(jnp.ones((1, 3, 2, 4)), positions.astype(jnp.float32)),
             r"whole numbers \[B or 1, T\], got float32",

@@ -15,6 +15,7 @@ from transformer_jax.nn import (
     DecoderLayer,
     Encoder,
     EncoderLayer,
+    FeedForward,
     LayerNorm,
     MultiHeadAttention,
     RecurrentLayer,
@@ -277,6 +278,8 @@ class TestCapture:
 
     def test_unknown_names(self):
         model, params, _ = build(architecture="encoder")
+        with pytest.raises(ConfigError, match=r"a tuple of names: give \('hidden',\)"):
+            model.apply({"params": params}, SOURCE, capture="hidden")
         with pytest.raises(ConfigError, match="unknown capture 'atention'; did you mean 'attention'"):
             model.apply({"params": params}, SOURCE, capture=("atention",))
 
@@ -334,6 +337,9 @@ class TestRefuses:
             (Encoder(d_model=16), (x.astype(int),), "x must be floats"),
             (LayerNorm(), (jnp.arange(3),), r"x must be floats \[..., D\], got int32\[3\]"),
             (MultiHeadAttention(num_heads=4), (x, memory[0]), r"memory must be floats \[B, S, D\]"),
+            (FeedForward(d_ff=0), (x,), "d_ff must be at least 1, got 0"),
+            (MultiHeadAttention(num_heads=4, dropout=2.0), (x,), "dropout must be at least 0 and below 1, got 2.0"),
+            (Transformer(d_model=8, vocab_size=3, positions="learned"), (jnp.ones((1, 2), int),), "need a context"),
             (RecurrentLayer("gru"), (x, x[..., :8], x), r"hidden must be floats \[B, 16\], got float32\[2, 3, 8\]"),
         ):
             with pytest.raises(ConfigError, match=said):

@@ -150,7 +150,7 @@ def test_refuses_what_it_cannot_do():
     model, params, ids = build()
     with pytest.raises(ConfigError, match=r"ids must be in \[0, 11\), got 11 to 11"):
         model.apply({"params": params}, jnp.array([[11]]))
-    with pytest.raises(ConfigError, match=r"capture 'hidden' only, and not \['attention'\]"):
+    with pytest.raises(ConfigError, match="unknown capture 'attention'; it is one of hidden"):
         model.apply({"params": params}, ids, capture=("attention",))
     with pytest.raises(ConfigError, match=r"valid must be bool\[2, 10\]"):
         model.apply({"params": params}, ids, valid=jnp.ones((2, T)))

@@ -347,6 +347,8 @@ def test_unknown_names_are_refused_in_the_library_too(field):
 def test_create_model_needs_a_vocabulary():
     with pytest.raises(ConfigError, match="vocab_size is not set"):
         create_model(ModelConfig())
+    with pytest.raises(ConfigError, match=r"takes a ModelConfig, got Config; .* have one in .model"):
+        create_model(config.Config())
 
 
 def test_names_agree():

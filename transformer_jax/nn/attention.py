@@ -111,6 +111,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: 
         raise ConfigError(f"{query.shape[2]} query heads are no multiple of {key.shape[2]} key heads")
     full = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
     if isinstance(mask, IndexMask) and mask.valid is not None:
+        check_array("valid", mask.valid)
         check_valid("valid", mask.valid, (1 if mask.valid.shape[:1] == (1,) else full[0], full[3]))
     for name, array, kind in (("mask", mask, jnp.bool_), ("bias", bias, jnp.floating)):
         if array is None or isinstance(array, IndexMask):
@@ -191,6 +192,8 @@ class MultiHeadAttention(nn.Module):
           ConfigError: If the heads do not divide D, or x or memory are not floats [B, T, D].
         """
         num_kv_heads, head_dim = self._sizes(x)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if memory is not None and not isinstance(memory, tuple):
             check_floats("memory", memory, "B S D")
         query = constrain(self._project("query", self.num_heads, head_dim)(x), "batch", "length", "heads", "head_dim")

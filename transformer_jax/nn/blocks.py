@@ -15,7 +15,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import MultiHeadAttention, given, taken
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.cache import LayerCache
-from transformer_jax.nn.inputs import check_floats
+from transformer_jax.nn.inputs import check_capture, check_floats
 from transformer_jax.nn.layers import INITS, FeedForward, Inits, feed_forward_width, make_norm
 from transformer_jax.nn.masks import IndexMask
 
@@ -35,7 +35,9 @@ CAPTURES = ("attention", "hidden")
 class Blocks(nn.Module):
     """The fields that layers, stacks and models share; each stands in `ModelConfig` under the same name.
 
-    A layer alone takes `window` and "alibi" from its caller, as mask and bias; stacks make both of the fields.
+    The defaults are those of a plain block, and not `ModelConfig`'s. Where a field acts: "sinusoidal" and "learned"
+    positions in the models, before the stack; `window` and "alibi" in stacks and models, while a layer alone takes them
+    from its caller as mask and bias.
 
     Attributes:
       d_model: Width (D).
@@ -187,6 +189,9 @@ class _Layer(Blocks):
 class EncoderLayer(_Layer):
     """Self-attention and a feed-forward (Vaswani et al. 2017, section 3.1).
 
+    Fields as in `ModelConfig`, with the defaults of a plain block. Windows and ALiBi come as mask and bias: see
+    `IndexMask` and `alibi_bias`.
+
     Example:
       >>> layer, x = EncoderLayer(d_model=16, num_heads=4, norm_position="post"), jnp.ones((2, 5, 16))
       >>> params = layer.init(jax.random.key(0), x)["params"]
@@ -228,7 +233,8 @@ class EncoderLayer(_Layer):
 class DecoderLayer(_Layer):
     """Self-attention, cross-attention where there is a source, and a feed-forward (Vaswani et al. 2017, section 3.1).
 
-    What may attend to what comes from outside: `Decoder` gives its layers the causal mask.
+    What may attend to what comes from outside: `Decoder` gives its layers the causal mask. Windows and ALiBi come as
+    mask and bias. Fields as in `ModelConfig`, with the defaults of a plain block.
 
     Attributes:
       cross_attention: Has cross-attention to a source.
@@ -309,10 +315,8 @@ class DecoderLayer(_Layer):
 
 def _captured(capture: tuple[str, ...], **values: jax.Array | None) -> dict[str, jax.Array] | None:
     """What was asked for and is there; "cross_attention" comes along with "attention"."""
+    check_capture(capture, CAPTURES)
     if not capture:
         return None
-    for name in capture:
-        if name not in CAPTURES:
-            raise ConfigError(unknown("capture", name, CAPTURES))
     wanted = {*capture, *(["cross_attention"] if "attention" in capture else [])}
     return {name: value for name, value in values.items() if name in wanted and value is not None}

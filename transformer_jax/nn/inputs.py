@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 
 
@@ -99,4 +100,17 @@ def check_array(name: str, x: jax.Array) -> None:
       ConfigError: Naming what is expected.
     """
     if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
-        raise ConfigError(f"{name} must be an array, got {type(x).__name__}: wrap it in jnp.asarray")
+        raise ConfigError(f"{name} must be an array, got {type(x).__name__}")
+
+
+def check_capture(capture: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Holds a capture to a tuple of known names.
+
+    Raises:
+      ConfigError: Naming the one that is not.
+    """
+    if isinstance(capture, str):
+        raise ConfigError(f"capture is a tuple of names: give ({capture!r},)")
+    for name in capture:
+        if name not in known:
+            raise ConfigError(unknown("capture", name, known))

@@ -161,8 +161,11 @@ class FeedForward(nn.Module):
           deterministic: Turns dropout off.
 
         Raises:
-          ConfigError: For an unknown activation.
+          ConfigError: For an unknown activation, no hidden width, or an x that is not floats.
         """
+        check_floats("x", x, "... D")
+        if self.d_ff < 1:
+            raise ConfigError(f"d_ff must be at least 1, got {self.d_ff}")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(unknown("feed-forward", self.activation, ACTIVATIONS))
 

@@ -1,11 +1,13 @@
 """Who may attend to whom: bool masks, True = may attend, [B or 1, 1, T, S]."""
 
+from numbers import Integral
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.errors import ConfigError
-from transformer_jax.nn.inputs import check_positions
+from transformer_jax.nn.inputs import check_array, check_positions
 
 
 def causal_mask(query_positions: jax.Array | int, key_positions: jax.Array | None = None) -> jax.Array:
@@ -52,8 +54,8 @@ def window_mask(query_positions: jax.Array | int, key_positions: jax.Array | Non
       [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]
     """
     query_positions, key_positions = _both(query_positions, key_positions)
-    if window < 1:
-        raise ConfigError(f"a window must be at least 1, the query's own position, got {window}")
+    if not isinstance(window, Integral) or window < 1:
+        raise ConfigError(f"a window must be a whole number of at least 1, the query's own position, got {window}")
     return jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :]) < window
 
 
@@ -73,6 +75,7 @@ def padding_mask(valid: jax.Array) -> jax.Array:
       >>> padding_mask(jnp.array([[7, 8, 0]]) != 0).tolist()
       [[[[True, True, False]]]]
     """
+    check_array("valid", valid)
     if valid.ndim != 2 or valid.dtype != jnp.bool_:
         raise ConfigError(f"valid must be bool [B, S], True = a real token, got {valid.dtype}{list(valid.shape)}")
     return valid[:, None, None, :]
@@ -93,6 +96,7 @@ def combine_masks(*masks: jax.Array | None) -> jax.Array | None:
     """
     given = [mask for mask in masks if mask is not None]
     for mask in given:
+        check_array("a mask", mask)
         if mask.dtype != jnp.bool_:
             raise ConfigError(f"a mask must be bool, True = may attend, got {mask.dtype}{list(mask.shape)}")
     if not given:
@@ -141,7 +145,7 @@ class IndexMask:
 
 def _both(queries: jax.Array | int, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The positions of queries and keys, checked."""
-    if isinstance(queries, int):
+    if isinstance(queries, Integral) and not isinstance(queries, bool):
         if queries < 1:
             raise ConfigError(f"a length must be at least 1, got {queries}")
         queries = jnp.arange(queries, dtype=jnp.int32)[None, :]

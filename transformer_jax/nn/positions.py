@@ -94,6 +94,8 @@ def rotary(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
     """
     check_floats("x", x, "B T H K")
     check_positions(positions)
+    if base <= 0:
+        raise ConfigError(f"the base of rotary positions must be above 0, got {base}")
     if positions.shape[1] != x.shape[1] or positions.shape[0] not in (1, x.shape[0]):
         raise ConfigError(f"x {list(x.shape)} and positions {list(positions.shape)} are of different lengths or rows")
     head_dim = x.shape[-1]

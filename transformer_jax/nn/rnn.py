@@ -15,7 +15,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given
 from transformer_jax.nn.axes import constrain
-from transformer_jax.nn.inputs import check_floats, check_ids, check_rows, check_valid
+from transformer_jax.nn.inputs import check_capture, check_floats, check_ids, check_rows, check_valid
 from transformer_jax.nn.layers import INITS, Embedding, Head
 
 CELLS = {"rnn": 1, "gru": 3, "lstm": 4}
@@ -211,8 +211,7 @@ class RecurrentLM(nn.Module):
             if not isinstance(cache, RecurrentState):
                 raise ConfigError(f"a recurrent model's cache is a RecurrentState, got {type(cache).__name__}")
             check_rows(cache.length, ids.shape[0])
-        if set(capture) - {"hidden"}:
-            raise ConfigError(f"a recurrent model can capture 'hidden' only, and not {list(capture)}")
+        check_capture(capture, ("hidden",))
         if self.weight_init not in INITS:
             raise ConfigError(unknown("init", self.weight_init, INITS))
         inits = INITS[self.weight_init](self.num_layers)

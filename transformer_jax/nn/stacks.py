@@ -66,6 +66,9 @@ class Stack(Blocks):
 class Encoder(Stack):
     """A stack in which every token sees every other (Vaswani et al. 2017, section 3.1).
 
+    Fields as in `ModelConfig`, with the defaults of a plain block. Of `positions`, "rotary" and "alibi" act here; the
+    others are added before a stack, as the models do.
+
     Example:
       >>> encoder, x = Encoder(d_model=16, num_heads=4, num_layers=2), jnp.ones((2, 5, 16))
       >>> variables = jax.jit(encoder.init)(jax.random.key(0), x)
@@ -116,6 +119,9 @@ class Encoder(Stack):
 
 class Decoder(Stack):
     """A causal stack (Vaswani et al. 2017, section 3.1; without a source as in Radford et al. 2018).
+
+    Fields as in `ModelConfig`, with the defaults of a plain block. Of `positions`, "rotary" and "alibi" act here; the
+    others are added before a stack, as the models do.
 
     Attributes:
       cross_attention: Each layer also reads a source.

@@ -40,6 +40,8 @@ class _Model(Stack):
 
     def setup(self) -> None:
         """Declares the embedding and the head."""
+        if self.positions == "learned" and self.context < 1:
+            raise ConfigError("learned positions need a context: the longest sequence")
         inits = self._inits
         self.token_embedding = Embedding(self.vocab_size, self.d_model, inits.embedding)
         if self.positions == "learned":
@@ -358,13 +360,16 @@ def create_model(model_config: ModelConfig) -> Transformer | EncoderDecoder | Re
     An encoder-decoder takes source and target where the others take ids.
 
     Raises:
-      ConfigError: If vocab_size is not set.
+      ConfigError: If vocab_size is not set, or for anything but a ModelConfig.
 
     Example:
       >>> model = create_model(ModelConfig(architecture="gru", vocab_size=65))
       >>> type(model).__name__, model.d_model
       ('RecurrentLM', 128)
     """
+    if not isinstance(model_config, ModelConfig):
+        kind = type(model_config).__name__
+        raise ConfigError(f"create_model takes a ModelConfig, got {kind}; a Config and a preset have one in .model")
     if model_config.vocab_size is None:
         raise ConfigError("model.vocab_size is not set: give the number of symbols, or resolve it from the data")
     kind = MODELS[model_config.architecture]
