@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer_jax import ModelConfig
+from transformer_jax import ModelConfig, preset
 from transformer_jax.errors import ConfigError
 from transformer_jax.flops import Flops, abstract_model, count, model_flops
 
@@ -63,21 +63,8 @@ def test_remat_computes_each_layer_again_but_for_a_last_map_that_no_gradient_nee
 
 
 def test_gpt2():
-    model = ModelConfig(
-        vocab_size=50_257,
-        context=1_024,
-        d_model=768,
-        num_heads=12,
-        num_layers=12,
-        positions="learned",
-        norm="layer",
-        qk_norm=False,
-        feed_forward="gelu_tanh",
-        use_bias=True,
-        tie_embeddings=True,
-    )
     matrices = 12 * 12 * 768**2 + 768 * 50_257
-    assert model_flops(model).forward_per_token == 2 * matrices + 12 * 4 * 1_024 * 768
+    assert model_flops(preset("gpt2").model).forward_per_token == 2 * matrices + 12 * 4 * 1_024 * 768
 
 
 @pytest.mark.parametrize(

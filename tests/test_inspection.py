@@ -7,28 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from transformer_jax import Config, ModelConfig
+from transformer_jax import Config, ModelConfig, preset
 from transformer_jax.errors import ConfigError
 from transformer_jax.inspection import svg, terminal
 from transformer_jax.inspection.command import inspect
 from transformer_jax.inspection.diagram import Layers, Plus, Residual, diagram
 from transformer_jax.inspection.figures import changed, different_parameters, figures, idle_fields
 
-GPT2 = ModelConfig(
-    vocab_size=50_257,
-    context=1_024,
-    d_model=768,
-    num_heads=12,
-    num_layers=12,
-    positions="learned",
-    norm="layer",
-    qk_norm=False,
-    feed_forward="gelu_tanh",
-    use_bias=True,
-    tie_embeddings=True,
-    dropout=0.1,
-    attention_dropout=0.1,
-)
+GPT2 = preset("gpt2").model
 SMALL = ModelConfig(vocab_size=65)
 FULL = replace(
     SMALL,

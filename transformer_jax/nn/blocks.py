@@ -116,10 +116,8 @@ class _Layer(Blocks):
     def attention_module(self, name: str | None) -> MultiHeadAttention:
         """The attention of a sub-layer; its inputs say whether it is to itself or to a source."""
         inits = self._inits
-        # Query-key norm (Henry et al. 2020; Dehghani et al. 2023, section 2), always by root mean square. For
-        # self-attention it stands beside the attention in the tree, where the first runs have it.
-        inside = partial(make_norm, "rms", eps=self.norm_eps, affine=self.norm_affine, use_bias=False)
-        norm = self._norm_beside if name == "self_attention" else inside
+        # For self-attention the norms stand beside the attention in the tree, where the first runs have them.
+        norm = self._norm_beside if name == "self_attention" else self._query_key_norm
         return MultiHeadAttention(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -134,9 +132,14 @@ class _Layer(Blocks):
             name=name,
         )
 
-    def _norm_beside(self, name: str) -> Any:
-        """A query-key norm as a part of the layer."""
+    @nn.nowrap
+    def _query_key_norm(self, name: str | None) -> Any:
+        """Query-key norm (Henry et al. 2020; Dehghani et al. 2023, section 2), always by root mean square."""
         return make_norm("rms", eps=self.norm_eps, affine=self.norm_affine, use_bias=False, name=name)
+
+    def _norm_beside(self, name: str) -> Any:
+        """The same as a part of the layer, whoever calls: a wrapped method makes modules in its own scope."""
+        return self._query_key_norm(name)
 
     def _sublayer(self, x: jax.Array, name: str, deterministic: bool, function: Callable, *asked: bool) -> tuple:
         """Norm, function, dropout and residual, in the order of `norm_position`; then what else the function gave."""

@@ -1,5 +1,7 @@
 """Checks of what a model is called with. Values are checked outside jit only; inside it they cannot be seen."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -71,18 +73,21 @@ def check_floats(name: str, x: jax.Array, letters: str, width: int | None = None
         raise ConfigError(f"{name} must be floats [{wanted}], got {x.dtype}{list(x.shape)}")
 
 
-def check_rows(length: jax.Array, batch: int) -> None:
-    """Holds a cache to the rows of the call.
+def check_cache(cache: Any, kind: type, batch: int) -> None:
+    """Holds a cache to its kind and to the rows of the call.
 
     Args:
-      length: The cache's own, int32 [B].
+      cache: What was given, with `length` int32 [B].
+      kind: The class it must have.
       batch: Rows of the call.
 
     Raises:
-      ConfigError: Naming both.
+      ConfigError: Naming what is expected.
     """
-    if length.shape != (batch,):
-        raise ConfigError(f"the cache has {length.shape[0]} rows, and the call {batch}")
+    if not isinstance(cache, kind):
+        raise ConfigError(f"the cache must be a {kind.__name__}, got {type(cache).__name__}")
+    if cache.length.shape != (batch,):
+        raise ConfigError(f"the cache has {cache.length.shape[0]} rows, and the call {batch}")
 
 
 def concrete(x: jax.Array) -> int | None:

@@ -15,7 +15,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given
 from transformer_jax.nn.axes import constrain
-from transformer_jax.nn.inputs import check_capture, check_floats, check_ids, check_rows, check_valid
+from transformer_jax.nn.inputs import check_cache, check_capture, check_floats, check_ids, check_valid
 from transformer_jax.nn.layers import INITS, Embedding, Head
 
 CELLS = {"rnn": 1, "gru": 3, "lstm": 4}
@@ -208,9 +208,7 @@ class RecurrentLM(nn.Module):
         check_ids("ids", ids, self.vocab_size)
         check_valid("valid", valid, ids.shape)
         if cache is not None:
-            if not isinstance(cache, RecurrentState):
-                raise ConfigError(f"a recurrent model's cache is a RecurrentState, got {type(cache).__name__}")
-            check_rows(cache.length, ids.shape[0])
+            check_cache(cache, RecurrentState, ids.shape[0])
         check_capture(capture, ("hidden",))
         if self.weight_init not in INITS:
             raise ConfigError(unknown("init", self.weight_init, INITS))

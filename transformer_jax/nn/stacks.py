@@ -13,7 +13,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.nn.attention import given, taken
 from transformer_jax.nn.blocks import Blocks, DecoderLayer, EncoderLayer
 from transformer_jax.nn.cache import KVCache, LayerCache
-from transformer_jax.nn.inputs import check_floats, check_rows, check_valid, concrete
+from transformer_jax.nn.inputs import check_cache, check_floats, check_valid, concrete
 from transformer_jax.nn.masks import IndexMask, causal_mask, combine_masks, window_mask
 from transformer_jax.nn.positions import alibi_bias, token_positions
 
@@ -219,9 +219,7 @@ class Decoder(Stack):
 
     @nn.nowrap
     def _check_cache(self, cache: KVCache, batch: int) -> None:
-        if not isinstance(cache, KVCache):
-            raise ConfigError(f"a decoder's cache is a KVCache, got {type(cache).__name__}")
-        check_rows(cache.length, batch)
+        check_cache(cache, KVCache, batch)
         ours = self.num_layers, self.num_kv_heads or self.num_heads, self.d_model // self.num_heads
         theirs = cache.keys.shape[0], *cache.keys.shape[3:]
         if ours != theirs:

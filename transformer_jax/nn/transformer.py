@@ -13,7 +13,7 @@ from transformer_jax.nn.attention import given, taken
 from transformer_jax.nn.axes import constrain
 from transformer_jax.nn.blocks import field_names
 from transformer_jax.nn.cache import KVCache
-from transformer_jax.nn.inputs import check_floats, check_ids, check_rows, check_valid
+from transformer_jax.nn.inputs import check_cache, check_floats, check_ids, check_valid
 from transformer_jax.nn.layers import Embedding, Head
 from transformer_jax.nn.positions import sinusoidal, token_positions
 from transformer_jax.nn.rnn import CELLS, RecurrentLM
@@ -92,9 +92,7 @@ class _Model(Stack):
         check_ids(name, ids, vocab_size)
         check_valid("valid" if name == "ids" else f"{name}_valid", valid, ids.shape)
         if cache is not None:
-            if not isinstance(cache, KVCache):
-                raise ConfigError(f"a Transformer's cache is a KVCache, got {type(cache).__name__}")
-            check_rows(cache.length, ids.shape[0])
+            check_cache(cache, KVCache, ids.shape[0])
         if self.positions == "learned" and cache is None and ids.shape[1] > self.context:
             raise ConfigError(f"{ids.shape[1]} tokens are more than the {self.context} learned positions")
 
