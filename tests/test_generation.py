@@ -7,7 +7,9 @@ import pytest
 
 from transformer_jax import ModelConfig, create_model
 from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
-from transformer_jax.generation import Filters, _advance, _prefill, draw, generate
+from transformer_jax.generation import Filters, draw, generate
+from transformer_jax.generation.decode import begin
+from transformer_jax.generation.sample import _advance
 
 V, CONTEXT = 9, 16
 CONFIG = ModelConfig(vocab_size=V, context=CONTEXT, d_model=16, num_heads=2, num_layers=2, init="fan_in")
@@ -112,9 +114,8 @@ def test_more_symbols_than_there_are_is_no_limit():
     np.testing.assert_array_equal(write(top_k=200, seed=3), write(seed=3))
 
 
-def filters(temperature=1.0, top_k=V, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
-    floats = (jnp.float32(x) for x in (top_p, min_p, repetition_penalty))
-    return Filters(jnp.float32(temperature), jnp.int32(top_k), *floats)
+def filters(temperature=1.0, top_k=V, **kwargs):
+    return Filters.of(max(V, top_k), temperature, top_k, **kwargs)
 
 
 def none_seen(logits):
@@ -240,7 +241,7 @@ def test_compiles_once_whatever_the_length():
     for tokens, length in ((1, 3), (5, 4), (60, 5), (33, 12)):
         write([PROMPT * 3][:1] if length == 12 else [PROMPT[:1] * length], tokens, temperature=0.5, top_k=tokens)
     assert _advance._cache_size() == 1
-    assert _prefill._cache_size() == 1
+    assert begin._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -299,10 +300,3 @@ def test_recurrent_models_have_no_window(kind):
         text = [*prompt, *row]
         logits = forward(jnp.array([text + [0] * (40 - len(text))]))[0]
         np.testing.assert_array_equal(row, logits[len(prompt) - 1 : len(text) - 1].argmax(-1))
-
-
-@pytest.mark.parametrize("architecture", ["encoder", "encoder_decoder"])
-def test_models_that_do_not_go_on(architecture):
-    model = create_model(dataclasses.replace(CONFIG, architecture=architecture))
-    with pytest.raises(ConfigError, match="with a decoder or a recurrent model; this model is neither"):
-        generate(model, {}, [PROMPT], 3)

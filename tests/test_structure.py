@@ -50,6 +50,7 @@ INSIDE = {
         "stacks",
         "transformer",
     ],
+    "generation": ["settings", "draw", "decode", "sample", "beam", "gaps", "text"],
     "data": ["tiny_shakespeare", "corpora", "vocab", "batches"],
 }
 

@@ -38,6 +38,10 @@ class KVCache:
         """Without its tokens; a source stays."""
         return self.replace(length=jnp.zeros_like(self.length))
 
+    def rows(self, index: jax.Array) -> "KVCache":
+        """The rows at an index, int32 [B']. A source stays where it is: rows that change places must share theirs."""
+        return self.replace(keys=self.keys[:, index], values=self.values[:, index], length=self.length[index])
+
 
 @flax.struct.dataclass
 class LayerCache:

@@ -41,6 +41,10 @@ class RecurrentState:
     cell: jax.Array
     length: jax.Array
 
+    def rows(self, index: jax.Array) -> "RecurrentState":
+        """The rows at an index, int32 [B']."""
+        return RecurrentState(self.hidden[:, index], self.cell[:, index], self.length[index])
+
 
 def _step(kind: str, read: jax.Array, recurrent: jax.Array, hidden: jax.Array, cell: jax.Array) -> tuple:
     """One time step: read and recurrent are [B, gates, D], what the input and the hidden state contribute."""
