@@ -8,7 +8,7 @@ import pytest
 from transformer_jax import ModelConfig, create_model
 from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
 from transformer_jax.generation import Filters, draw, generate
-from transformer_jax.generation.decode import begin
+from transformer_jax.generation.decode import apart, begin
 from transformer_jax.generation.sample import _advance
 
 V, CONTEXT = 9, 16
@@ -234,6 +234,15 @@ def test_rows_end_after_a_stop():
         np.testing.assert_array_equal(np.concatenate(pieces, axis=1)[:, : made.shape[1]], made)
         alone = write(tokens=80, seed=4, stop=[[V + 1], stop])
         np.testing.assert_array_equal(alone[0], whole[0, :end])
+
+
+def test_layers_as_a_loop_and_as_straight_code():
+    """Straight code gets its layers' parameters one by one, a loop gets their stack."""
+    rolled, _ = build(unroll=1)
+    assert apart(rolled, PARAMS) is PARAMS
+    assert len(jax.tree.leaves(apart(MODEL, PARAMS))) > len(jax.tree.leaves(PARAMS))
+    made = generate(rolled, PARAMS, [PROMPT], 40, context=CONTEXT, temperature=0)
+    np.testing.assert_array_equal(made, write(tokens=40, temperature=0))
 
 
 def test_compiles_once_whatever_the_length():

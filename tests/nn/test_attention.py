@@ -143,7 +143,7 @@ def test_masks_by_hand():
 
 
 def test_cache_drops_what_finds_no_room():
-    cache = KVCache(jnp.zeros((2, 1, 3, 1, 4)), jnp.zeros((2, 1, 3, 1, 4)), jnp.array([2]))
+    cache = KVCache(jnp.zeros((2, 1, 1, 3, 4)), jnp.zeros((2, 1, 1, 3, 4)), jnp.array([2]))
     new = jnp.ones((1, 2, 1, 4))
     written, keys, _ = LayerCache(cache, 1, jnp.array([[2, 3]])).write(new, new)
     np.testing.assert_array_equal(keys[0, :, 0, 0], [0, 0, 1])

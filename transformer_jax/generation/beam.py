@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.generation.decode import CHUNK, Model, State, next_logits
+from transformer_jax.generation.decode import CHUNK, Model, State, apart, next_logits
 from transformer_jax.generation.settings import check_finite
 
 
@@ -160,10 +160,10 @@ def _advance(
     until: jax.Array,
 ) -> _Search:
     """Goes on until there are `until` symbols, at most a chunk more, or all prompts are done."""
-    first, (prompts, beams) = loop.made, loop.live.shape
+    first, (prompts, beams), parts = loop.made, loop.live.shape, apart(model, params)
 
     def step(loop: _Search) -> _Search:
-        logits, state = next_logits(model, params, loop.state)
+        logits, state = next_logits(model, parts, loop.state)
         log_probs = jax.nn.log_softmax(logits).reshape(prompts, beams, -1)
         # Ranked by their distance to the best: of long texts the sums alone are too coarse.
         best = loop.live[:, :1]

@@ -64,18 +64,51 @@ def begin(model: Model, params: Any, ids: jax.Array, valid: jax.Array, *, start:
     return State(cache, ids, newest).rows(jnp.repeat(jnp.arange(batch), copies))
 
 
+def apart(model: Model, params: Any) -> Any:
+    """The parameters with each layer's taken out of its stack, for a loop around `next_logits`.
+
+    The compiler sees that a stack of parts gives back the parts, but not that cutting parts out of a stack gives the
+    same at each step: of one row's step the copying would be more than half. Layers that are not compiled as straight
+    code need their stack, and stay as they are.
+    """
+    if model.unroll < model.num_layers:
+        return params
+
+    def cut(path: tuple, leaf: jax.Array) -> Any:
+        return tuple(leaf) if jax.tree_util.DictKey("layers") in path else leaf
+
+    return jax.tree_util.tree_map_with_path(cut, params)
+
+
+def _together(params: Any) -> Any:
+    """The inverse of `apart`."""
+
+    def is_cut(x: Any) -> bool:
+        return isinstance(x, tuple)
+
+    return jax.tree.map(lambda x: jnp.stack(x) if is_cut(x) else x, params, is_leaf=is_cut)
+
+
 def next_logits(model: Model, params: Any, state: State) -> tuple[jax.Array, State]:
-    """What follows each row's newest token: float32 [B, V], and the state with that token in window and cache.
+    """What follows each row's newest token.
 
     A row whose window is full first goes on from its last half window. A target does not slide: it must be no longer
     than the cache.
+
+    Args:
+      model: From `create_model`.
+      params: Its parameters, from `apart`.
+      state: Where each row stands.
+
+    Returns:
+      Logits float32 [B, V], and the state with the newest token in window and cache.
     """
     if isinstance(model, Transformer):
         full = jnp.any(state.cache.length >= state.cache.capacity)
         state = jax.lax.cond(full, partial(_slide, model, params), lambda state: state, state)
     rows = jnp.arange(state.newest.shape[0])
     window = state.window.at[rows, state.cache.length].set(state.newest)
-    logits, cache = model.apply({"params": params}, state.newest[:, None], cache=state.cache)
+    logits, cache = model.apply({"params": _together(params)}, state.newest[:, None], cache=state.cache)
     return logits[:, 0], State(cache, window, state.newest)
 
 
@@ -87,7 +120,7 @@ def _slide(model: Transformer, params: Any, state: State) -> State:
     window = jnp.roll(state.window, half, axis=1)  # the last `half` tokens come first
     if half:
         empty = model.init_cache(batch, capacity)
-        _, fresh = model.apply({"params": params}, window[:, :half], cache=empty)
+        _, fresh = model.apply({"params": _together(params)}, window[:, :half], cache=empty)
     else:
         fresh = state.cache.cleared()
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.generation.decode import CHUNK, Model, State, next_logits
+from transformer_jax.generation.decode import CHUNK, Model, State, apart, next_logits
 from transformer_jax.generation.draw import Filters, draw
 from transformer_jax.generation.settings import check_finite
 
@@ -89,10 +89,10 @@ def _advance(
     model: Model, params: Any, keys: jax.Array, filters: Filters, ends: jax.Array, loop: _Loop, until: jax.Array
 ) -> _Loop:
     """Makes tokens until there are `until`, at most a chunk of them, or every row has ended."""
-    first = loop.made
+    first, parts = loop.made, apart(model, params)
 
     def step(loop: _Loop) -> _Loop:
-        logits, state = next_logits(model, params, loop.state)
+        logits, state = next_logits(model, parts, loop.state)
         token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.made)
         newest = draw(token_keys, logits, loop.seen, filters)
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), newest[:, None], axis=-1)[:, 0]

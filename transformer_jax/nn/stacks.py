@@ -221,7 +221,8 @@ class Decoder(Stack):
     def _check_cache(self, cache: KVCache, batch: int) -> None:
         check_cache(cache, KVCache, batch)
         ours = self.num_layers, self.num_kv_heads or self.num_heads, self.d_model // self.num_heads
-        theirs = cache.keys.shape[0], *cache.keys.shape[3:]
+        layers, _, heads, _, head_dim = cache.keys.shape
+        theirs = layers, heads, head_dim
         if ours != theirs:
             raise ConfigError(f"the cache is another model's: layers, key heads, head_dim {theirs}, and here {ours}")
 
@@ -234,13 +235,13 @@ class Decoder(Stack):
         """
         if batch_size < 1 or max_length < 1:
             raise ConfigError(f"a cache needs at least one row and one token, got {batch_size} and {max_length}")
-        shape = (self.num_layers, batch_size, max_length, self.num_kv_heads or self.num_heads)
+        shape = self.num_layers, batch_size, self.num_kv_heads or self.num_heads, max_length
         keys = jnp.zeros((*shape, self.d_model // self.num_heads), jnp.dtype(self.compute_dtype))
         return KVCache(keys, keys, jnp.zeros((batch_size,), jnp.int32))
 
     @nn.nowrap
     def project_memory(self, params: Any, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A source's keys and values for each layer, [L, B, S, G, K], from the stack's parameters.
+        """A source's keys and values for each layer, [L, B, G, S, K], from the stack's parameters.
 
         Args:
           params: The stack's own.
@@ -248,7 +249,8 @@ class Decoder(Stack):
         """
         layer = DecoderLayer(**self._shared(DecoderLayer), parent=None)
         attention = layer.attention_module(None)
-        return jax.vmap(attention.project_memory, (0, None))(params["layers"]["cross_attention"], memory)
+        projected = jax.vmap(attention.project_memory, (0, None))(params["layers"]["cross_attention"], memory)
+        return jax.tree.map(lambda x: x.swapaxes(2, 3), projected)
 
 
 def real_memory(memory: jax.Array, valid: jax.Array | None, batch: int) -> jax.Array:
