@@ -181,9 +181,11 @@ def test_fewer_texts_than_beams():
     assert np.isfinite(scores[:4]).all()
     assert (scores[4:] == -np.inf).all()
     ending = [[symbol] for symbol in range(V)]
-    tokens, scores = write("decoder", [[1]], 5, beams=6, num_samples=6, stop=ending, return_scores=True)
-    assert tokens.shape == (6, 1)
-    assert np.isfinite(scores).sum() == 4
+    for penalty in (1.0, 200.0):  # 5 ** 200 is too much for a float32
+        settings = {"stop": ending, "length_penalty": penalty, "return_scores": True}
+        tokens, scores = write("decoder", [[1]], 5, beams=6, num_samples=6, **settings)
+        assert tokens.shape == (6, 1)
+        assert np.isfinite(scores).tolist() == [True] * 4 + [False] * 2
 
 
 def test_compiles_once_whatever_the_length():

@@ -79,11 +79,10 @@ def search(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Finds the best texts for each prompt.
 
-    At each step, those of the K best of all K * V ways to go on that end are finished, of which the K of highest score
-    are kept, and the K best ways that do not end go on (as the top 2K of Vaswani et al. 2018, tensor2tensor, whatever
-    the number of symbols that end). A prompt is done when no text that goes on can still reach the score of its worst
-    finished one: its log-probability can only fall, and no length divides it by more than num_tokens **
-    length_penalty. One beam is arg max, and is done when that ends.
+    At each step, of the K best of all K * V ways to go on those that end are finished, and the K best ways that do not
+    end go on (as in fairseq, Ott et al. 2019); the K finished texts of highest score are kept. A prompt is done when no
+    text that goes on can still reach the score of the worst of them: its log-probability can only fall, and no length
+    divides it by more than num_tokens ** length_penalty. One beam is arg max, and is done when that ends.
 
     Args:
       model: From `create_model`.
@@ -177,9 +176,8 @@ def _advance(
             return best + behind, _Choice(place // logits.shape[-1], place % logits.shape[-1], given)
 
         total, choice = top(ways)
-        score = jnp.where(
-            ends[choice.token] | (made == limit), total / made.astype(jnp.float32) ** length_penalty, -jnp.inf
-        )
+        over = (ends[choice.token] | (made == limit)) & (total > -jnp.inf)
+        score = jnp.where(over, total / made.astype(jnp.float32) ** length_penalty, -jnp.inf)
         new = _Finished(score, jnp.full(score.shape, made), choice)
         finished = _best(loop.finished, new)
         finished = jax.tree.map(lambda old, new: jnp.where(loop.done[:, None], old, new), loop.finished, finished)
