@@ -1,10 +1,12 @@
 """Settings of the whole test run, and a small trained run that several tests read."""
 
+import dataclasses
 import gc
 import os
 import random
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 # A test must neither read nor fill the user's cache. Set before anything touches a device.
 os.environ["TRANSFORMER_JAX_COMPILE_CACHE"] = "off"
@@ -21,6 +23,7 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig  # noqa: E402 (settings first)
+from transformer_jax.config import Architecture  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,6 +91,31 @@ def tiny_config(text_file):
             sample_chars=40,
         ),
     )
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory):
+    """400 words of 1 to 9 letters, each with itself backwards; every tenth also with itself."""
+    draw = random.Random(1)
+    words = ["".join(draw.choice("abcde") for _ in range(draw.randint(1, 9))) for _ in range(400)]
+    lines = [f"{word}\t{word[::-1]}" for word in words] + [f"{word}\t{word}" for word in words[::10]]
+    path = tmp_path_factory.mktemp("pairs") / "backwards.tsv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def families(tiny_config, pairs_file):
+    """`tiny_config` for each architecture, by its name; with pairs where it learns from them."""
+    pairs = DataConfig(corpus="pairs", path=(str(pairs_file),))
+    return {
+        name: dataclasses.replace(
+            tiny_config,
+            model=dataclasses.replace(tiny_config.model, architecture=name),
+            data=pairs if name == "encoder_decoder" else tiny_config.data,
+        )
+        for name in get_args(Architecture)
+    }
 
 
 @pytest.fixture(scope="session")

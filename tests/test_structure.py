@@ -29,7 +29,8 @@ ROOMS = [
     ["training.step"],
     ["training.checkpoint"],
     ["training.runs"],
-    ["training.evaluate"],
+    ["training.error_rates"],
+    ["training.evaluate", "training.samples"],
     ["training.loop"],
     ["config_files"],
     ["cli"],
@@ -51,7 +52,7 @@ INSIDE = {
         "transformer",
     ],
     "generation": ["settings", "draw", "decode", "sample", "beam", "gaps", "text"],
-    "data": ["tiny_shakespeare", "corpora", "vocab", "batches"],
+    "data": ["tiny_shakespeare", "corpora", "cmudict", "vocab", "batches", "pairs", "tasks"],
 }
 
 

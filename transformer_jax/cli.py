@@ -17,7 +17,7 @@ from transformer_jax.checks import unknown
 from transformer_jax.config import Config, from_dict
 from transformer_jax.config_files import find_config, load_config, stored_config
 from transformer_jax.data.batches import SPLITS
-from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
+from transformer_jax.errors import ConfigError, TransformerJaxError
 
 _USAGE_STATUS = 2
 
@@ -42,18 +42,22 @@ class _Where:
 
 @dataclasses.dataclass
 class _Sample:
-    """Write text with a trained model.
+    """Write text with a trained model: go on from a prompt, fill its gaps, or answer it.
 
     Attributes:
       run: Folder of a run, or of its checkpoints.
-      prompt: Text to go on from; a line end where it is left out.
-      tokens: Characters to write.
-      temperature: Divides the logits; 0 always takes the most likely character.
-      top_k: Draw from this many most likely characters.
-      top_p: Draw from the fewest characters with this much probability.
-      min_p: Draw from characters with this fraction of the most likely one's probability.
-      repetition_penalty: Above 1 makes characters of the text so far less likely.
+      prompt: Text to go on from, a line end where it is left out; for an encoder a text with gaps, "RO_EO:"; for an
+        encoder_decoder the source.
+      tokens: Most symbols to write; 500 where it is left out, and for an encoder_decoder its context.
+      temperature: Divides the logits; 0 always takes the most likely symbol. 0.8 where it is left out, and 0 for gaps
+        and sources.
+      top_k: Draw from this many most likely symbols.
+      top_p: Draw from the fewest symbols with this much probability.
+      min_p: Draw from symbols with this fraction of the most likely one's probability.
+      repetition_penalty: Above 1 makes symbols of the text so far less likely.
       stop: End a text after the first of these strings that it writes.
+      beams: Search with this many texts at a time instead of drawing; --num-samples of them are written, with scores.
+      length_penalty: A score is the log-probability over the length to this power.
       seed: Of the random draws; the same seed gives the same text.
       num_samples: Texts to write.
       step: Checkpoint: best (lowest validation loss), last, or a number.
@@ -62,13 +66,15 @@ class _Sample:
 
     run: tyro.conf.Positional[Path]
     prompt: str | None = None
-    tokens: int = 500
-    temperature: float = 0.8
+    tokens: int | None = None
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    beams: int | None = None
+    length_penalty: float = 1.0
     seed: int = 0
     num_samples: int = 1
     step: str = "best"
@@ -77,13 +83,14 @@ class _Sample:
 
 @dataclasses.dataclass
 class _Evaluate:
-    """Evaluate a trained model on a whole part of its text.
+    """Evaluate a trained model on a whole part of its data, with the figures of its task.
 
     Attributes:
       run: Folder of a run, or of its checkpoints.
       split: train (first 90 %), validation (last 10 %), or its halves tune and test.
       step: Checkpoint: best (lowest validation loss), last, or a number.
       batch_size: Windows at once; changes the speed only.
+      beams: For an encoder_decoder, the error rates of a search too.
       json: Print one JSON object.
     """
 
@@ -91,6 +98,7 @@ class _Evaluate:
     split: str = "validation"
     step: str = "best"
     batch_size: int = 64
+    beams: int | None = None
     json: bool = False
 
 
@@ -211,59 +219,71 @@ def _sample(args: list[str]) -> int:
     options = tyro.cli(_Sample, args=args, prog=_prog("sample"))
     from transformer_jax import compile_cache
     from transformer_jax.data.corpora import normalise_line_ends
-    from transformer_jax.generation import check_settings, generate
-    from transformer_jax.nn import create_model
+    from transformer_jax.generation import check_settings
     from transformer_jax.training.metrics import escape_unprintable
     from transformer_jax.training.runs import load_run
+    from transformer_jax.training.samples import write
 
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_samples", "seed")
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "num_samples", "seed", "beams", "length_penalty")
     settings = {name: getattr(options, name) for name in names}
-    check_settings(num_tokens=options.tokens, stop=options.stop, **settings)
+    check_settings(
+        num_tokens=1 if options.tokens is None else options.tokens,
+        temperature=0.0 if options.temperature is None else options.temperature,
+        stop=() if options.beams is not None else options.stop,  # a word can be one symbol: only the vocabulary knows
+        **settings,
+    )
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out} lies in a folder that does not exist; make it first")
     compile_cache.enable()
     run = load_run(options.run, options.step, _note)
+    model = run.config.model
+    causal = model.architecture not in ("encoder", "encoder_decoder")
+    if options.prompt is None and not causal:
+        needs = {"encoder_decoder": "the source", "encoder": f"a text with {run.vocab.gap} for each hidden character"}
+        raise ConfigError(f"this run is an {model.architecture} and needs --prompt: {needs[model.architecture]}")
     prompt = run.vocab.start if options.prompt is None else normalise_line_ends(options.prompt)
     if options.prompt is None:
         _note(f"no --prompt: going on from {prompt!r}")
-    ids = run.vocab.encode(prompt) if prompt else []
-    stop = []
-    for text in options.stop:
-        try:
-            stop.append(run.vocab.encode(normalise_line_ends(text)))
-        except DataError as error:
-            raise ConfigError(f"--stop {text}: {error}") from error
-    context = run.config.model.context
-    if len(ids) > context:
-        _note(f"the prompt has {len(ids)} characters and the model's context is {context}: it reads the last {context}")
+    if causal and len(prompt) > model.context:
+        _note(
+            f"the prompt has {len(prompt)} characters and the model's context is {model.context}: "
+            f"it reads the last {model.context}"
+        )
     escape_unprintable()
-
-    def show(piece: Any) -> None:
-        print(run.vocab.decode(piece[0][piece[0] >= 0]), end="", flush=True)
-
-    alone = options.num_samples == 1
-    if alone:
+    streams = causal and options.num_samples == 1 and options.beams is None
+    if streams:
+        run.vocab.encode(prompt)  # nothing is shown of a prompt that the model cannot read
         print(prompt, end="", flush=True)
-    made = generate(
-        create_model(run.config.model),
-        run.params,
-        [ids],
+    texts = write(
+        run,
+        prompt,
         options.tokens,
-        stop=stop,
-        stream=show if alone else None,
+        temperature=options.temperature,
+        stop=tuple(map(normalise_line_ends, options.stop)),
+        stream=(lambda piece: print(piece, end="", flush=True)) if streams else None,
         **settings,
     )
-    texts = [prompt + run.vocab.decode(row[row >= 0]) for row in made]
-    print() if alone else print("\n\n".join(f"--- sample {i + 1}\n{text}" for i, text in enumerate(texts)))
+    if streams:
+        print()
+    elif len(texts) == 1:
+        print(*[text for text, _ in texts])
+    elif options.beams is not None:
+        print("\n".join(f"{score:.4f}  {text}" for text, score in texts))
+    elif model.architecture == "encoder_decoder":
+        print("\n".join(text for text, _ in texts))
+    else:
+        print("\n\n".join(f"--- sample {i + 1}\n{text}" for i, (text, _) in enumerate(texts)))
     if options.out is not None:
-        options.out.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+        options.out.write_text("\n\n".join(text for text, _ in texts) + "\n", encoding="utf-8")
     return 0
 
 
 def _evaluate(args: list[str]) -> int:
     options = tyro.cli(_Evaluate, args=args, prog=_prog("evaluate"))
-    if options.batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {options.batch_size}")
+    for name in ("batch_size", "beams"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.split not in SPLITS:
         raise ConfigError(unknown("split", options.split, SPLITS))
     from transformer_jax import compile_cache
@@ -271,21 +291,32 @@ def _evaluate(args: list[str]) -> int:
     from transformer_jax.training.runs import load_run
 
     compile_cache.enable()
-    figures = evaluate_run(load_run(options.run, options.step, _note), options.split, options.batch_size)
-    if options.json:
-        print(json.dumps(figures))
-        return 0
-    print("{split} ({targets:,} characters), step {step}".format(**figures))
-    for name, key in (("nats per character", "loss"), ("bits per character", "bits"), ("perplexity", "perplexity")):
-        print(f"{name:<20}{figures[key]:>8.4f}")
-    print("nats by the characters seen in the window")
-    by_position = figures["loss_by_position"]
-    for first, last in _doubling(len(by_position)):
-        known = [loss for loss in by_position[first - 1 : last] if loss is not None]
-        if known:
-            seen = str(first) if first == last else f"{first} to {last}"
-            print(f"  {seen:<18}{sum(known) / len(known):>8.4f}")
+    run = load_run(options.run, options.step, _note)
+    figures = evaluate_run(run, options.split, options.batch_size, options.beams)
+    print(json.dumps(figures) if options.json else _table(figures))
     return 0
+
+
+def _table(figures: dict[str, Any]) -> str:
+    """The figures of `evaluate_run` in lines."""
+    unit = figures["unit"]
+    lines = [f"{figures['split']} ({figures['targets']:,} {unit}s), step {figures['step']}"]
+    for name, key in ((f"nats per {unit}", "loss"), (f"bits per {unit}", "bits"), ("perplexity", "perplexity")):
+        lines.append(f"{name:<24}{figures[key]:>8.4f}")
+    beam = figures.get("beam", {})
+    for found, how in ((figures, ", greedy" if beam else ""), (beam, f", {beam.get('beams')} beams")):
+        for name, value in found.items():
+            if name.endswith(("_rate", "_accuracy")):
+                lines.append(f"{name.replace('_', ' ') + how:<28}{value:>8.2%}")
+    if "loss_by_position" in figures:
+        lines.append("nats by the characters seen in the window")
+        by_position = figures["loss_by_position"]
+        for first, last in _doubling(len(by_position)):
+            known = [loss for loss in by_position[first - 1 : last] if loss is not None]
+            if known:
+                seen = str(first) if first == last else f"{first} to {last}"
+                lines.append(f"  {seen:<22}{sum(known) / len(known):>8.4f}")
+    return "\n".join(lines)
 
 
 def _doubling(length: int) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,8 @@ Residual = Literal["add", "none"]
 Init = Literal["fan_in", "xavier", "bert", "gpt2", "zero_output"]
 AttentionImpl = Literal["auto", "xla", "cudnn", "tpu"]
 ComputeDtype = Literal["float32", "bfloat16"]
-Corpus = Literal["plays", "tiny_shakespeare", "file"]
+Corpus = Literal["plays", "tiny_shakespeare", "file", "cmudict", "pairs"]
+TargetSymbols = Literal["auto", "characters", "words"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd", "noam", "constant"]
 
@@ -163,28 +164,42 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from.
+    """What is learnt from: a text, or for an "encoder_decoder" pairs of source and target.
 
     Attributes:
-      corpus: "plays" is in the `data` extra and works offline, "tiny_shakespeare" is the benchmark text
-        through TFDS, "file" is the user's own.
-      path: For "file": one or more text files, read in this order.
-      encoding: For "file": how the bytes are decoded.
+      corpus: The texts "plays", in the `data` extra and offline, "tiny_shakespeare", the benchmark text through TFDS,
+        and "file", the user's own; the pairs "cmudict", spelling to phonemes, in the `cmudict` extra, and "pairs", the
+        user's own: a source, a tab and a target on each line.
+      path: For "file" and "pairs": one or more files, read in this order.
+      encoding: For "file" and "pairs": how the bytes are decoded.
+      target_symbols: What a target of "pairs" is made of: "characters", or "words" with blanks between them; "auto" is
+        characters. Sources are made of characters.
+      mask_rate: Share of the characters that an "encoder" has to find (Devlin et al. 2019, section 3.1).
     """
 
     corpus: Corpus = "plays"
     path: tuple[str, ...] = ()
     encoding: str = "utf-8"
+    target_symbols: TargetSymbols = "auto"
+    mask_rate: float = 0.15
 
     def __post_init__(self) -> None:
         check_types(self, "data")
-        if self.corpus == "file" and not self.path:
-            raise ConfigError("data.corpus 'file' needs at least one file: --data.path TEXT.txt")
-        if self.corpus != "file" and self.path:
+        own = {"file": "TEXT.txt", "pairs": "PAIRS.tsv"}
+        if self.corpus in own and not self.path:
+            raise ConfigError(f"data.corpus {self.corpus!r} needs at least one file: --data.path {own[self.corpus]}")
+        if self.corpus not in own and self.path:
             raise ConfigError(
-                f"data.path is read only by data.corpus 'file', and the corpus is {self.corpus!r}: "
+                f"data.path is read only by data.corpus 'file' and 'pairs', and the corpus is {self.corpus!r}: "
                 "add --data.corpus file"
             )
+        if self.target_symbols != "auto" and self.corpus != "pairs":
+            raise ConfigError(
+                f"data.target_symbols {self.target_symbols!r} is read only by data.corpus 'pairs', and the corpus is "
+                f"{self.corpus!r}; leave it out"
+            )
+        if not 0 < self.mask_rate < 1:
+            raise ConfigError(f"data.mask_rate must be above 0 and below 1, got {self.mask_rate}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,16 +335,19 @@ class Config:
 _SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 
 
-def resolve(config: Config, vocab_size: int) -> Config:
+def resolve(config: Config, vocab_size: int, source_vocab_size: int | None = None) -> Config:
     """Fills in what is known only when a run is created, so that it never changes afterwards."""
-    if config.model.vocab_size not in (None, vocab_size):
-        raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size} and the text has {vocab_size} symbols; "
-            "leave the field out, or give --model.vocab-size None"
-        )
+    found = {"vocab_size": vocab_size, "source_vocab_size": source_vocab_size}
+    for name, size in found.items():
+        given = getattr(config.model, name)
+        if given not in (None, size):
+            raise ConfigError(
+                f"model.{name} is {given} and the data have {size} symbols; "
+                f"leave the field out, or give --model.{name.replace('_', '-')} None"
+            )
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        model=dataclasses.replace(config.model, **found),
         optim=dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or config.train.steps),
     )
 
@@ -339,7 +357,7 @@ def unresolve(config: Config) -> Config:
     decay_steps = None if config.optim.decay_steps == config.train.steps else config.optim.decay_steps
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, vocab_size=None),
+        model=dataclasses.replace(config.model, vocab_size=None, source_vocab_size=None),
         optim=dataclasses.replace(config.optim, decay_steps=decay_steps),
     )
 

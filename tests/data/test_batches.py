@@ -3,9 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_jax import DataConfig
-from transformer_jax.data.batches import Windows, evaluation_batches, load_corpus
-from transformer_jax.errors import DataError
+from transformer_jax import Config, DataConfig, ModelConfig
+from transformer_jax.data.batches import MaskedWindows, Windows, evaluation_batches, hide
+from transformer_jax.data.tasks import load_corpus
+from transformer_jax.data.vocab import Vocab
+from transformer_jax.errors import ConfigError, DataError
 
 
 def test_exactly_one_window():
@@ -58,10 +60,11 @@ def test_evaluation_counts_every_target_once(length, batch_size):
     assert all(b["inputs"][b["weights"] == 0].sum() == 0 for b in batches)
 
 
-def corpus_of(tmp_path, text, context=4):
+def corpus_of(tmp_path, text, context=4, architecture="decoder"):
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
-    return load_corpus(DataConfig(corpus="file", path=(str(path),)), context)
+    model = ModelConfig(context=context, architecture=architecture)
+    return load_corpus(Config(model=model, data=DataConfig(corpus="file", path=(str(path),))))
 
 
 def test_splits(tmp_path):
@@ -91,3 +94,77 @@ def test_halves_without_a_target(tmp_path):
 
 def test_one_symbol(tmp_path):
     assert len(corpus_of(tmp_path, "a" * 500).vocab) == 1
+
+
+@pytest.mark.parametrize(("architecture", "corpus"), [("encoder_decoder", "plays"), ("decoder", "cmudict")])
+def test_architecture_and_data_go_together(architecture, corpus):
+    config = Config(model=ModelConfig(architecture=architecture), data=DataConfig(corpus=corpus))
+    with pytest.raises(ConfigError, match=f"'{architecture}' learns from .*, and data.corpus is '{corpus}'; choose"):
+        load_corpus(config)
+
+
+VOCAB = Vocab("abcdefghij", "gap")
+
+
+def masked(size, context=40, seed=0, first=0, rate=0.15):
+    ids = np.arange(5_000) % 10
+    return MaskedWindows(Windows(ids, context, seed), VOCAB, rate, seed).batch(first, size)
+
+
+def test_a_sixth_is_hidden_by_the_rule():
+    """Of 40 characters 6, of these 80 % a gap, 10 % any symbol (a tenth of them the old one), 10 % as they were."""
+    batch = masked(2_000)
+    chosen = batch["weights"] > 0
+    assert (chosen.sum(axis=1) == 6).all()
+    np.testing.assert_array_equal(batch["inputs"][~chosen], batch["targets"][~chosen])
+    gaps = batch["inputs"][chosen] == VOCAB.special_id
+    same = batch["inputs"][chosen] == batch["targets"][chosen]
+    assert gaps.mean() == pytest.approx(0.8, abs=0.015)
+    assert same.mean() == pytest.approx(0.11, abs=0.015)
+    others = batch["inputs"][chosen][~gaps & ~same]
+    assert set(others) == set(range(10))
+    assert batch["targets"].max() == 9
+    # All places are chosen equally often.
+    assert chosen.mean(axis=0) == pytest.approx(0.15, abs=0.04)
+
+
+def test_what_is_hidden_follows_from_seed_and_example():
+    whole = masked(12)
+    for name, part in masked(5, first=7).items():
+        np.testing.assert_array_equal(part, whole[name][7:])
+    assert (masked(12, seed=1)["weights"] != whole["weights"]).any()
+    again = masked(12, first=4_960)  # the next epoch
+    assert (again["weights"] != whole["weights"]).any()
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (2, 1), (10, 2), (40, 6)])
+def test_short_rows_have_something_to_find(length, count):
+    valid = np.arange(40)[None] < length
+    batch = hide(np.zeros((1, 40), np.int32), valid, VOCAB, 0.15, [(0, 0)])
+    assert batch["weights"].sum() == batch["weights"][0, :length].sum() == count
+
+
+def test_masked_evaluation(tmp_path):
+    """Every character is read once, the same ones are hidden each time, whatever the batch."""
+    corpus = corpus_of(tmp_path, "abcdefghij" * 50, context=8, architecture="encoder")
+    assert len(corpus.vocab) == 11
+
+    def rows(batch_size):
+        batches = list(corpus.evaluation("validation", batch_size))
+        return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+
+    three, eight = rows(3), rows(8)
+    read = three["valid"].sum()
+    assert read == len(corpus.split("validation")) == 50
+    np.testing.assert_array_equal(three["targets"][three["valid"]], corpus.split("validation"))
+    assert (three["weights"][~three["valid"]] == 0).all()
+    for name in three:
+        np.testing.assert_array_equal(three[name][:7], eight[name][:7])
+    assert three["weights"].sum() == eight["weights"].sum() == 6 * 1 + 1
+
+
+def test_a_text_with_underscores_has_another_gap(tmp_path):
+    corpus = corpus_of(tmp_path, "a_b " * 50, architecture="encoder")
+    gap = corpus.vocab.gap
+    assert gap not in "a_b "
+    assert corpus.vocab.decode(corpus.vocab.encode(f"a_{gap}")) == f"a_{gap}"

@@ -49,8 +49,47 @@ def test_unknown_character_far_into_the_text():
 
 
 @pytest.mark.parametrize(
-    "values", [None, [], {}, {"symbols": 3}, {"symbols": ""}, {"symbols": "aa"}, {"symbols": "a", "x": 1}]
+    "values",
+    [
+        None,
+        [],
+        {},
+        {"symbols": 3},
+        {"symbols": ""},
+        {"symbols": "aa"},
+        {"symbols": "a", "x": 1},
+        {"symbols": ["a", 1]},
+        {"symbols": ["a", "a"]},
+        {"symbols": "a", "special": "x"},
+        {"symbols": "a", "special": None},
+    ],
 )
 def test_what_is_no_vocabulary(values):
     with pytest.raises(DataError):
         Vocab.from_dict(values)
+
+
+def test_words():
+    vocab = Vocab.from_text(["HH", "AH", "L", "OW"], "end")
+    assert vocab.symbols == ("AH", "HH", "L", "OW")
+    assert (len(vocab), vocab.special_id) == (5, 4)
+    np.testing.assert_array_equal(vocab.encode("L  OW AH"), [2, 3, 0])
+    assert vocab.decode([2, 3, 4]) == "L OW"
+    assert Vocab.from_dict(vocab.to_dict()) == vocab
+    with pytest.raises(DataError, match=r"symbol 'X' \(position 1\) is not among the 4 symbols .* 'AH HH L OW'"):
+        vocab.encode("L X")
+
+
+def test_specials():
+    gap, end = Vocab("ab", "gap"), Vocab("ab", "end")
+    np.testing.assert_array_equal(gap.encode("a_b"), [0, 2, 1])
+    assert gap.decode([0, 2, 1]) == "a_b"
+    assert end.decode([0, 1, 2]) == "ab"
+    with pytest.raises(DataError, match="'_'"):
+        end.encode("a_")
+    assert [Vocab.from_dict(v.to_dict()) for v in (gap, end)] == [gap, end]
+    assert Vocab("ab").to_dict() == {"symbols": "ab"}  # as the first runs have it
+    with pytest.raises(DataError, match="sign of its own"):
+        Vocab("_□▁", "gap")
+    assert Vocab("x" + "".join(map(chr, range(300, 555)))).dtype == np.uint8
+    assert Vocab("x" + "".join(map(chr, range(300, 555))), "gap").dtype == np.uint16

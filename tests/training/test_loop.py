@@ -15,6 +15,7 @@ import pytest
 
 from transformer_jax import load_run
 from transformer_jax.config import to_dict
+from transformer_jax.data.batches import Windows
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 from transformer_jax.training import loop, runs
 from transformer_jax.training.checkpoint import Checkpoints
@@ -75,14 +76,14 @@ def test_a_runs_folder(trained, tiny_config):
     assert runs.RunFolder(trained).checkpoints.steps() == [10, 20]
 
 
-@pytest.mark.parametrize(("architecture", "optimizer"), [("decoder", "muon"), ("decoder", "adamw"), ("gru", "muon")])
-def test_resume_is_exact(tiny_config, tmp_path, architecture, optimizer):
+@pytest.mark.parametrize(
+    ("architecture", "optimizer"),
+    [("decoder", "muon"), ("decoder", "adamw"), ("gru", "muon"), ("encoder", "muon"), ("encoder_decoder", "muon")],
+)
+def test_resume_is_exact(families, tmp_path, architecture, optimizer):
     """20 steps equal 10 + 10 and 7 + 7 + 6, bit for bit, with dropout, accumulation and a running warmup."""
-    config = dataclasses.replace(
-        with_train(tiny_config, average_decay=0.9),
-        model=dataclasses.replace(tiny_config.model, architecture=architecture),
-        optim=dataclasses.replace(tiny_config.optim, optimizer=optimizer),
-    )
+    config = with_train(families[architecture], average_decay=0.9)
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, optimizer=optimizer))
     loop.train(config, tmp_path / "whole")
     for name, stops in (("two", (10, 20)), ("three", (7, 14, 20))):
         for number, steps in enumerate(stops):
@@ -237,12 +238,9 @@ def test_divergence_stops_the_run(tiny_config, tmp_path):
 
 
 def test_a_run_says_how_its_attention_is_computed(tiny_config, tmp_path, capsys):
-    """And a kernel that cannot be is refused before anything is written."""
+    """And a kernel that cannot be is refused before anything is written, like data of another kind."""
     for fields, said in (
-        (
-            {"architecture": "encoder_decoder"},
-            "model.architecture is 'encoder_decoder'; choose decoder, rnn, gru or lstm",
-        ),
+        ({"architecture": "encoder_decoder"}, "'encoder_decoder' learns from pairs, and data.corpus is 'file'; choose"),
         ({"attention_impl": "tpu"}, "attention_impl 'tpu' cannot be used here: tpu runs on tpu, and this is for cpu"),
     ):
         config = dataclasses.replace(tiny_config, model=dataclasses.replace(tiny_config.model, **fields))
@@ -284,7 +282,7 @@ def test_one_symbol(tiny_config, tmp_path, capsys):
 @pytest.mark.parametrize("step", [7, 10, 20])
 def test_a_signal_changes_nothing(trained, tiny_config, tmp_path, monkeypatch, step):
     """At any step, at one that is saved anyway, and at the last: records and best are those of the straight run."""
-    original = loop.Windows.batch
+    original = Windows.batch
 
     def batch(windows, first, size):
         if first == (step - 1) * size and not sent:
@@ -293,7 +291,7 @@ def test_a_signal_changes_nothing(trained, tiny_config, tmp_path, monkeypatch, s
         return original(windows, first, size)
 
     sent = [] if step > 1 else None
-    monkeypatch.setattr(loop.Windows, "batch", batch)
+    monkeypatch.setattr(Windows, "batch", batch)
     with pytest.raises(loop.Interrupted, match="SIGTERM"):
         loop.train(tiny_config, tmp_path / "a")
     assert full_state(tmp_path / "a", tiny_config)[0].step == step
@@ -334,7 +332,7 @@ def test_compiles_once_and_holds_its_memory(tiny_config, tmp_path, monkeypatch):
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
     )
-    original = loop.Windows.batch
+    original = Windows.batch
 
     def batch(windows, first, size):
         step = first // size
@@ -342,7 +340,7 @@ def test_compiles_once_and_holds_its_memory(tiny_config, tmp_path, monkeypatch):
             seen[step] = (process.memory_info().rss, len(jax.live_arrays()), len(compiled))
         return original(windows, first, size)
 
-    monkeypatch.setattr(loop.Windows, "batch", batch)
+    monkeypatch.setattr(Windows, "batch", batch)
     loop.train(config, tmp_path / "a")
     (early_size, early_arrays, early_compiled), (size, arrays, count) = seen[300], seen[2_999]
     assert early_compiled > 0

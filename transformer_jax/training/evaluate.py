@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -9,94 +10,153 @@ import jax
 import numpy as np
 
 from transformer_jax.config import Config
-from transformer_jax.data.batches import evaluation_batches, load_corpus
-from transformer_jax.errors import DataError
+from transformer_jax.data.batches import Batch, TextCorpus
+from transformer_jax.data.pairs import PairCorpus
+from transformer_jax.data.tasks import load_corpus
+from transformer_jax.errors import ConfigError, DataError
+from transformer_jax.nn import create_model
+from transformer_jax.training.error_rates import ErrorCounts, measure_errors
 from transformer_jax.training.runs import Run
 from transformer_jax.training.sharding import Placement, default_placement
 from transformer_jax.training.step import eval_step
 
 BATCH_SIZE = 64
-"""Windows evaluated at once; changes the speed only."""
+"""Windows or pairs evaluated at once; changes the speed only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What was measured, for each place in a window, each float64 [T].
+
+    Attributes:
+      totals: Nats.
+      counts: Targets.
+      right: Targets that were the most likely symbol.
+    """
+
+    totals: np.ndarray
+    counts: np.ndarray
+    right: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """Nats per target."""
+        return float(self.totals.sum() / self.counts.sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the targets that were the most likely symbol."""
+        return float(self.right.sum() / self.counts.sum())
+
+    @property
+    def by_position(self) -> list[float | None]:
+        """Nats per target for each place in a window, where it has one."""
+        return [total / count if count else None for total, count in zip(self.totals, self.counts, strict=True)]
 
 
 class Evaluator:
-    """Measures the loss of a model on texts; compiles once.
+    """Measures a model on batches; compiles once for each shape.
 
     Computes in float32, whatever the training: in bfloat16 the result would depend on the batch size.
 
     Args:
       config: Resolved.
       placement: The mesh.
+      batch_size: Rows at once. The result is the same to rounding.
     """
 
-    def __init__(self, config: Config, placement: Placement) -> None:
-        self._context = config.model.context
+    def __init__(self, config: Config, placement: Placement, batch_size: int = BATCH_SIZE) -> None:
+        self.rows = batch_size + -batch_size % placement.mesh.size
         self._placement = placement
-        model = dataclasses.replace(config.model, compute_dtype="float32", attention_impl="auto")
-        self._step = jax.jit(partial(eval_step, dataclasses.replace(config, model=model)))
+        self._step = jax.jit(partial(eval_step, in_float32(config)))
 
-    def loss(self, params: Any, ids: np.ndarray, batch_size: int = BATCH_SIZE) -> float:
-        """Nats per character of a text, by windows that do not overlap; every target counts once.
+    def measure(self, params: Any, batches: Iterable[Batch]) -> Sums:
+        """The sums over batches of `rows` rows, added up in float64."""
+        parts = jax.device_get([self._step(params, self._placement.place(batch)) for batch in batches])
+        longest = max(len(totals) for totals, _, _ in parts)
+        wide = [[np.pad(sums, (0, longest - len(sums))) for sums in part] for part in parts]
+        return Sums(*np.sum(wide, axis=0, dtype=np.float64))
 
-        Args:
-          params: The parameters.
-          ids: [N], N >= 2.
-          batch_size: Windows at once. The result is the same to rounding.
-
-        Returns:
-          The mean over N - 1 targets, added up in float64.
-        """
-        totals, counts = self.by_position(params, ids, batch_size)
-        return float(totals.sum() / counts.sum())
-
-    def by_position(self, params: Any, ids: np.ndarray, batch_size: int = BATCH_SIZE) -> tuple[np.ndarray, np.ndarray]:
-        """The sums behind `loss` for each place in a window: how loss falls with the context that is seen.
-
-        Returns:
-          Nats and targets, both float64 [T]; the target at place t is predicted from t + 1 characters.
-        """
-        rows = batch_size + -batch_size % self._placement.mesh.size
-        batches = evaluation_batches(ids, self._context, rows)
-        parts = [self._step(params, self._placement.place(batch)) for batch in batches]
-        totals, counts = zip(*jax.device_get(parts), strict=True)
-        return np.sum(totals, axis=0, dtype=np.float64), np.sum(counts, axis=0, dtype=np.float64)
+    def loss(self, params: Any, batches: Iterable[Batch]) -> float:
+        """Nats per target."""
+        return self.measure(params, batches).loss
 
 
-def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
-    """The loss of a trained model on one part of its text.
+def in_float32(config: Config) -> Config:
+    """The same model, computed in float32."""
+    model = dataclasses.replace(config.model, compute_dtype="float32", attention_impl="auto")
+    return dataclasses.replace(config, model=model)
+
+
+def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int | None = None) -> dict[str, Any]:
+    """The figures of a trained model on one part of its data.
 
     Args:
       run: From `load_run`.
       split: A name of `data.batches.SPLITS`.
-      batch_size: Windows at once.
+      batch_size: Windows or pairs at once.
+      beams: For an encoder-decoder, of a search beside the greedy answers; None is greedy only.
 
     Returns:
-      split, step, loss (nats per character), bits (per character), perplexity, targets, and loss_by_position: nats for
-      each place in a window, None where there is no target.
+      split, step, unit ("character" or "symbol"), targets, loss (nats per target), bits and perplexity. For a causal
+      model loss_by_position: nats for each place in a window, None where there is no target. For an encoder
+      masked_accuracy. For an encoder-decoder `error_figures`, and with beams the same under "beam".
 
     Raises:
-      DataError: If the text is missing, or no longer the one the model was trained on.
+      ConfigError: For beams where nothing is searched, or fewer than 1.
+      DataError: If the data are missing, or no longer those the model was trained on.
     """
-    corpus = load_corpus(run.config.data, run.config.model.context)
+    paired = run.config.model.architecture == "encoder_decoder"
+    if beams is not None and not paired:
+        raise ConfigError(f"beams {beams} are for an encoder_decoder, and this run is {run.config.model.architecture}")
+    if beams is not None and beams < 1:
+        raise ConfigError(f"beams must be at least 1, got {beams}")
+    corpus = load_corpus(run.config)
     if corpus.sha256 != run.corpus["sha256"]:
         raise DataError(
             f"the text {run.corpus['name']} has changed since the run was trained: its SHA-256 was "
             f"{run.corpus['sha256'][:12]} and is {corpus.sha256[:12]}; put the old text back"
         )
-    ids = corpus.split(split)
     placement = default_placement(batch_size)
     with placement.use():
         params = jax.device_put(run.params, placement.replicated)
-        totals, counts = Evaluator(run.config, placement).by_position(params, ids, batch_size)
-    loss = float(totals.sum() / counts.sum())
+        evaluator = Evaluator(run.config, placement, batch_size)
+        sums = evaluator.measure(params, corpus.evaluation(split, evaluator.rows))
+        figures = {
+            "split": split,
+            "step": run.step,
+            "unit": corpus.unit,
+            "targets": int(sums.counts.sum()),
+            "loss": sums.loss,
+            "bits": bits(sums.loss),
+            "perplexity": math.exp(sums.loss),
+            **task_figures(corpus, sums),
+        }
+        if isinstance(corpus, PairCorpus):
+            model = create_model(in_float32(run.config).model)
+            figures |= error_figures(corpus, measure_errors(model, params, corpus, split))
+            if beams is not None:
+                found = measure_errors(model, params, corpus, split, beams=beams)
+                figures["beam"] = {"beams": beams, **error_figures(corpus, found)}
+    return figures
+
+
+def task_figures(corpus: TextCorpus | PairCorpus, sums: Sums) -> dict[str, Any]:
+    """What the sums say beyond the loss: depends on what is learnt."""
+    if isinstance(corpus, PairCorpus):
+        return {}
+    if corpus.mask_rate is not None:
+        return {"masked_accuracy": sums.accuracy}
+    return {"loss_by_position": sums.by_position}
+
+
+def error_figures(corpus: PairCorpus, errors: ErrorCounts) -> dict[str, Any]:
+    """The error rates by the names of the task: phonemes and words for cmudict, else symbols and sequences."""
+    symbol, sequence = ("phoneme", "word") if corpus.name == "cmudict" else ("symbol", "sequence")
     return {
-        "split": split,
-        "step": run.step,
-        "loss": loss,
-        "bits": bits(loss),
-        "perplexity": math.exp(loss),
-        "targets": len(ids) - 1,
-        "loss_by_position": [total / count if count else None for total, count in zip(totals, counts, strict=True)],
+        f"{symbol}_error_rate": errors.symbol_error_rate,
+        f"{sequence}_error_rate": errors.sequence_error_rate,
+        "sources": errors.sources,
     }
 
 

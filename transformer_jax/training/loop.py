@@ -16,15 +16,18 @@ from typing import Any
 import jax
 
 from transformer_jax.config import Config, differences, resolve, to_dict
-from transformer_jax.data.batches import Corpus, Windows, load_corpus
+from transformer_jax.data.batches import TextCorpus
+from transformer_jax.data.pairs import PairCorpus
+from transformer_jax.data.tasks import load_corpus
 from transformer_jax.errors import ConfigError, TransformerJaxError
-from transformer_jax.generation import generate
 from transformer_jax.nn import create_model, kernels
 from transformer_jax.training import runs, sharding
 from transformer_jax.training.checkpoint import Metadata
-from transformer_jax.training.evaluate import Evaluator, bits
+from transformer_jax.training.error_rates import measure_errors
+from transformer_jax.training.evaluate import Evaluator, bits, error_figures, in_float32, task_figures
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.optim import with_rates
+from transformer_jax.training.samples import sample_text
 from transformer_jax.training.step import TrainState, all_finite, compile_train_step, init_state
 
 MAY_CHANGE = (
@@ -76,7 +79,7 @@ class _Session:
 
     Attributes:
       config: Resolved.
-      corpus: The text.
+      corpus: The data.
       run: The folder.
       placement: The mesh.
       evaluator: Measures losses.
@@ -84,7 +87,7 @@ class _Session:
     """
 
     config: Config
-    corpus: Corpus
+    corpus: TextCorpus | PairCorpus
     run: runs.RunFolder
     placement: sharding.Placement
     evaluator: Evaluator
@@ -109,21 +112,13 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
       TransformerJaxError: If the loss or the gradients stop being finite.
       Interrupted: After SIGINT or SIGTERM, with the state saved.
     """
-    if config.model.architecture in ("encoder", "encoder_decoder"):
-        raise ConfigError(
-            f"the trainer predicts the next character, and model.architecture is {config.model.architecture!r}; "
-            "choose decoder, rnn, gru or lstm (the others are there as a library: transformer_jax.nn)"
-        )
     if not resume:
         runs.check_new(out, overwrite=overwrite)
     terminal = Terminal()
     placement = sharding.default_placement(config.train.batch_size // config.train.accumulate)
     terminal.say(f"device     {sharding.describe(placement)}")
-    corpus = load_corpus(config.data, config.model.context)
-    terminal.say(
-        f"text       {corpus.name}: {len(corpus.ids):,} characters, {len(corpus.vocab)} symbols, "
-        f"SHA-256 {corpus.sha256[:12]}"
-    )
+    corpus = load_corpus(config)
+    terminal.say(f"data       {corpus.name}: {corpus.size}, SHA-256 {corpus.sha256[:12]}")
     with placement.use():
         if kernels.attends(config.model):
             terminal.say(f"attention  {kernels.explain(config.model)}")
@@ -139,8 +134,8 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
             runs.write_json(run.config, to_dict(config))
             examples, seconds = metadata.examples, metadata.seconds
         else:
-            config = resolve(config, len(corpus.vocab))
-            run = runs.create(out, config, corpus.vocab, overwrite=overwrite)
+            config = _resolved(config, corpus)
+            run = runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
             state = jax.jit(partial(init_state, config), out_shardings=placement.replicated)()
             examples, seconds = 0, 0.0
         session = _Session(config, corpus, run, placement, Evaluator(config, placement), terminal)
@@ -150,7 +145,12 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         return _finish(session, state, examples, seconds)
 
 
-def check_resumable(config: Config, metadata: Metadata, corpus: Corpus) -> Config:
+def _resolved(config: Config, corpus: TextCorpus | PairCorpus) -> Config:
+    source_size = None if corpus.source_vocab is None else len(corpus.source_vocab)
+    return resolve(config, len(corpus.vocab), source_size)
+
+
+def check_resumable(config: Config, metadata: Metadata, corpus: TextCorpus | PairCorpus) -> Config:
     """The config with which a run goes on.
 
     Raises:
@@ -163,7 +163,7 @@ def check_resumable(config: Config, metadata: Metadata, corpus: Corpus) -> Confi
         )
     # The schedule does not move: what was resolved at the start stays.
     optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or metadata.config.optim.decay_steps)
-    config = resolve(dataclasses.replace(config, optim=optim), len(corpus.vocab))
+    config = _resolved(dataclasses.replace(config, optim=optim), corpus)
     changed = differences(metadata.config, config)
     fixed = [f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items() if name not in MAY_CHANGE]
     if fixed:
@@ -177,15 +177,10 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
     """Makes the steps that are left. Returns the last state, and the examples and seconds of the whole run."""
     config, corpus, placement = session.config, session.corpus, session.placement
     settings, checkpoints = config.train, session.run.checkpoints
-    windows = Windows(corpus.split("train"), config.model.context, settings.seed)
-    eval_ids = corpus.split("tune")[: settings.eval_chars + 1]
-    step_fn = compile_train_step(
-        config,
-        in_shardings=(placement.replicated, placement.rows),
-        out_shardings=(placement.replicated, placement.replicated),
-    )
+    training, evaluator = corpus.training(settings.seed), session.evaluator
     step = int(state.step)
     clock = Clock(seconds)
+    steps = _CompiledSteps(session, clock)
 
     def save(val_loss: float | None) -> None:
         if not all_finite(state):
@@ -193,24 +188,19 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
                 f"step {step}: the state is not finite and is not saved; the newest checkpoint is "
                 f"{max(checkpoints.steps(), default=None)}; lower --optim.learning-rate"
             )
-        source = {"name": corpus.name, "sha256": corpus.sha256}
-        checkpoints.save(state, Metadata(step, examples, clock.read(), val_loss, config, corpus.vocab, source))
+        data = {"name": corpus.name, "sha256": corpus.sha256}
+        vocabs = {"vocab": corpus.vocab, "source_vocab": corpus.source_vocab}
+        checkpoints.save(state, Metadata(step, examples, clock.read(), val_loss, config, corpus=data, **vocabs))
         checkpoints.prune(settings.keep)
 
     if not checkpoints.steps():
         with clock.paused():
             save(None)  # before training: an unwritable folder is found now
     with _signals() as received, session.terminal.progress(settings.steps, step):
-        if step < settings.steps:
-            with clock.paused():
-                began = time.monotonic()
-                batch = placement.place(windows.batch(examples, settings.batch_size))
-                step_fn = step_fn.lower(state, batch).compile()
-                session.terminal.say(f"compiled   the training step in {time.monotonic() - began:.1f} s")
         reporter = _Reporter(session, clock, step)
         while step < settings.steps:
-            batch = placement.place(windows.batch(examples, settings.batch_size))
-            state, metrics = step_fn(state, batch)
+            batch = placement.place(training.batch(examples, settings.batch_size))
+            state, metrics = steps.of(state, batch)(state, batch)
             step, examples = step + 1, examples + settings.batch_size
             reporter.add(step, metrics)
             stop = bool(received)  # looked at once: a signal that comes while this step is saved stops the next one
@@ -220,7 +210,10 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
                 jax.block_until_ready(metrics)
                 with clock.paused():
                     reporter.refuse_nonfinite()
-                    val_loss = session.evaluator.loss(state.eval_params, eval_ids) if evaluates else None
+                    val_loss = None
+                    if evaluates:
+                        part = corpus.evaluation("tune", evaluator.rows, settings.eval_chars)
+                        val_loss = evaluator.loss(state.eval_params, part)
                     reporter.flush(val_loss)
                     if due or stop:
                         save(val_loss)
@@ -232,6 +225,36 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
         if received:
             raise Interrupted(received[0])
     return state, examples, clock.read()
+
+
+class _CompiledSteps:
+    """The training step for each shape of batch: texts have one, pairs a few. Compiling is not training time.
+
+    Args:
+      session: Of the run.
+      clock: Runs while training does.
+    """
+
+    def __init__(self, session: _Session, clock: Clock) -> None:
+        placement = session.placement
+        self._step = compile_train_step(
+            session.config,
+            in_shardings=(placement.replicated, placement.rows),
+            out_shardings=(placement.replicated, placement.replicated),
+        )
+        self._terminal, self._clock = session.terminal, clock
+        self._compiled: dict[tuple[int, ...], Any] = {}
+
+    def of(self, state: TrainState, batch: dict[str, jax.Array]) -> Any:
+        """The step for a batch of this shape."""
+        shape = batch["inputs"].shape
+        if shape not in self._compiled:
+            with self._clock.paused():
+                began = time.monotonic()
+                self._compiled[shape] = self._step.lower(state, batch).compile()
+                width = f" at length {shape[1]}" if "source" in batch else ""
+                self._terminal.say(f"compiled   the training step{width} in {time.monotonic() - began:.1f} s")
+        return self._compiled[shape]
 
 
 class _Reporter:
@@ -279,12 +302,12 @@ class _Reporter:
         last = records[-1]["step"]
         (before, first), self._mark = self._mark, (self._clock.read(), last)
         seconds_per_step = max(self._mark[0] - before, 1e-9) / max(last - first, 1)
-        characters = self._settings.batch_size * self._session.config.model.context
+        symbols = self._settings.batch_size * self._session.corpus.symbols_per_example
         for record in records:
             _refuse_nonfinite(record, self._saved)
             evaluated = val_loss is not None and record["step"] == last
             if evaluated or record["step"] == 1 or record["step"] % self._settings.log_every == 0:
-                record["tokens_per_second"] = characters / seconds_per_step
+                record["tokens_per_second"] = symbols / seconds_per_step
                 if evaluated:
                     record["val_loss"] = val_loss
                 self._log.write(record)
@@ -303,19 +326,23 @@ def _refuse_nonfinite(record: dict[str, Any], saved: Callable[[], list[int]]) ->
 
 
 def _finish(session: _Session, state: TrainState, examples: int, seconds: float) -> dict[str, Any]:
-    """Evaluates the last and the best weights on the whole validation text, writes a sample and the summary."""
+    """Evaluates the last and the best weights on the whole validation part, writes a sample and the summary."""
     config, corpus, run, terminal = session.config, session.corpus, session.run, session.terminal
-    losses = {
-        split: session.evaluator.loss(state.eval_params, corpus.split(split))
+    evaluator, params = session.evaluator, state.eval_params
+    sums = {
+        split: evaluator.measure(params, corpus.evaluation(split, evaluator.rows))
         for split in ("validation", "tune", "test")
     }
+    losses = {split: part.loss for split, part in sums.items()}
     step, best = int(state.step), run.checkpoints.best()
     best_loss = losses["validation"]
     if best not in (None, step):
-        params = runs.load_run(run.path, best, terminal.say).params
-        best_loss = session.evaluator.loss(
-            jax.device_put(params, session.placement.replicated), corpus.split("validation")
-        )
+        best_params = jax.device_put(runs.load_run(run.path, best, terminal.say).params, session.placement.replicated)
+        best_loss = evaluator.loss(best_params, corpus.evaluation("validation", evaluator.rows))
+    task = {k: v for k, v in task_figures(corpus, sums["validation"]).items() if k != "loss_by_position"}
+    if isinstance(corpus, PairCorpus):
+        errors = measure_errors(create_model(in_float32(config).model), params, corpus, "validation")
+        task |= error_figures(corpus, errors)
     device = session.placement.mesh.devices.flatten()[0]
     summary = {
         "val_loss": losses["validation"],
@@ -324,8 +351,9 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
         "test_loss": losses["test"],
         "best_val_loss": best_loss,
         "best_step": step if best is None else best,
+        **task,
         "steps": step,
-        "tokens_per_second": examples * config.model.context / seconds if seconds else 0.0,
+        "tokens_per_second": examples * corpus.symbols_per_example / seconds if seconds else 0.0,
         "seconds": seconds,
         "parameters": state.num_parameters,
         "device": f"{session.placement.mesh.size} x {device.device_kind}",
@@ -337,20 +365,14 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
     }
     runs.write_json(run.summary, summary)
     terminal.say(
-        f"validation {summary['val_loss']:.4f} nats per character, {summary['val_bits']:.4f} bits "
+        f"validation {summary['val_loss']:.4f} nats per {corpus.unit}, {summary['val_bits']:.4f} bits "
         f"(first half {losses['tune']:.4f}, second half {losses['test']:.4f}, best checkpoint {best_loss:.4f})"
     )
+    rates = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in task.items() if isinstance(value, float)]
+    if rates:
+        terminal.say(f"           {', '.join(rates)}")
     if config.train.sample_chars:
-        prompt = corpus.vocab.start
-        ids = generate(
-            create_model(config.model),
-            state.eval_params,
-            [corpus.vocab.encode(prompt)],
-            config.train.sample_chars,
-            temperature=0.8,
-            seed=config.train.seed,
-        )
-        text = prompt + corpus.vocab.decode(ids[0])
+        text = sample_text(config, params, corpus)
         run.samples.write_text(text + "\n", encoding="utf-8")
         terminal.say(f"sample{text if text.startswith(chr(10)) else chr(10) + text}\n")
     terminal.say(f'more       transformer-jax sample {shlex.quote(str(run.path))} --prompt "..."')

@@ -41,6 +41,11 @@ class RunFolder:
         return self.path / "vocab.json"
 
     @property
+    def source_vocab(self) -> Path:
+        """The vocabulary of the sources, where there are any."""
+        return self.path / "source_vocab.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON record for each logged step."""
         return self.path / "metrics.jsonl"
@@ -68,10 +73,11 @@ class Run:
 
     Attributes:
       config: Resolved.
-      vocab: Of its text.
+      vocab: Of its text, or of its targets.
       params: Its parameters, float32: the average of the weights where the run kept one.
       step: Updates they had.
-      corpus: Name and SHA-256 of the text.
+      corpus: Name and SHA-256 of the data.
+      source_vocab: Of the sources, for an encoder-decoder.
     """
 
     config: Config
@@ -79,6 +85,7 @@ class Run:
     params: Any
     step: int
     corpus: Mapping[str, str]
+    source_vocab: Vocab | None = None
 
 
 def check_new(path: Path, *, overwrite: bool) -> None:
@@ -100,7 +107,9 @@ def check_new(path: Path, *, overwrite: bool) -> None:
             raise ConfigError(f"{path} holds more than a run, and is left as it is; choose another --out")
 
 
-def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunFolder:
+def create(
+    path: Path, config: Config, vocab: Vocab, source_vocab: Vocab | None = None, *, overwrite: bool
+) -> RunFolder:
     """Makes the folder of a new run.
 
     Raises:
@@ -114,6 +123,8 @@ def create(path: Path, config: Config, vocab: Vocab, *, overwrite: bool) -> RunF
         (path / "checkpoints").mkdir(parents=True)
         write_json(run.config, to_dict(config))
         write_json(run.vocab, vocab.to_dict())
+        if source_vocab is not None:
+            write_json(run.source_vocab, source_vocab.to_dict())
     except OSError as error:
         raise _unusable(path, error) from error
     return run
@@ -133,7 +144,8 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 def is_run(path: Path) -> bool:
     """Whether a folder holds a run, perhaps an unfinished one, and nothing else."""
     run = RunFolder(path)
-    ours = {p.name for p in (run.config, run.vocab, run.metrics, run.summary, run.samples)} | {"checkpoints"}
+    files = (run.config, run.vocab, run.source_vocab, run.metrics, run.summary, run.samples)
+    ours = {p.name for p in files} | {"checkpoints"}
     left_overs = {p.with_suffix(".part").name for p in (run.config, run.metrics, run.summary)}
     return run.config.is_file() and {p.name for p in path.iterdir()} <= ours | left_overs
 
@@ -185,7 +197,7 @@ def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Cal
         metadata = checkpoints.metadata(int(step))
         state = checkpoints.restore(metadata, part(metadata))
     (params,) = state.values()
-    return Run(metadata.config, metadata.vocab, params, metadata.step, metadata.corpus)
+    return Run(metadata.config, metadata.vocab, params, metadata.step, metadata.corpus, metadata.source_vocab)
 
 
 def write_json(path: Path, values: Any) -> None:

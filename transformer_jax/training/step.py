@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from transformer_jax.config import Config
-from transformer_jax.nn import create_model
+from transformer_jax.nn import EncoderDecoder, create_model
 from transformer_jax.training.losses import cross_entropy, mean
 from transformer_jax.training.optim import learning_rate, make_optimizer
 
@@ -47,7 +47,10 @@ def init_state(config: Config) -> TrainState:
     """A state before the first update; depends on train.seed alone, and not on any mesh."""
     model = create_model(config.model)
     key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
-    params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    ids = jnp.zeros((1, 1), jnp.int32)
+    params = (
+        model.init(key, ids, ids)["params"] if isinstance(model, EncoderDecoder) else model.init(key, ids)["params"]
+    )
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -55,6 +58,15 @@ def init_state(config: Config) -> TrainState:
         # A copy: donated states must not hold one buffer twice.
         average=None if config.train.average_decay is None else jax.tree.map(jnp.copy, params),
     )
+
+
+def predict(config: Config, params: Any, batch: dict[str, jax.Array], **kwargs: Any) -> jax.Array:
+    """The logits of a batch's targets, float32 [B, T, V]; further arguments go to the model."""
+    model, variables = create_model(config.model), {"params": params}
+    if isinstance(model, EncoderDecoder):
+        source, valid = batch["source"], batch["source_valid"]
+        return model.apply(variables, source, batch["inputs"], source_valid=valid, **kwargs)
+    return model.apply(variables, batch["inputs"], valid=batch.get("valid"), **kwargs)
 
 
 def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
@@ -66,17 +78,16 @@ def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -
     Args:
       config: Resolved.
       state: Before the update.
-      batch: inputs, targets int32 [B, T], weights float32 [B, T].
+      batch: As in `data.batches.Batch`.
 
     Returns:
       The state after the update, and float32 scalars: loss (nats per target, of this batch before the update),
       grad_norm (before clipping), learning_rate (the one applied here).
     """
-    model = create_model(config.model)
     dropout_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.train.seed), 1), state.step)
 
     def summed_loss(params: Any, piece: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = model.apply({"params": params}, piece["inputs"], deterministic=False, rngs={"dropout": key})
+        logits = predict(config, params, piece, deterministic=False, rngs={"dropout": key})
         return cross_entropy(
             logits,
             piece["targets"],
@@ -116,13 +127,18 @@ def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -
     return TrainState(state.step + 1, params, opt_state, average), metrics
 
 
-def eval_step(config: Config, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Loss in nats and number of targets at each place of a batch's windows, both float32 [T], summed over the rows.
+def eval_step(config: Config, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over a batch's rows, for each place of its windows, each float32 [T].
 
     Dropout is off and nothing is smoothed.
+
+    Returns:
+      The loss in nats, the number of targets, and how many of them were the most likely symbol.
     """
-    logits = create_model(config.model).apply({"params": params}, batch["inputs"])
-    return cross_entropy(logits, batch["targets"], batch["weights"], axis=0)
+    logits = predict(config, params, batch)
+    totals, counts = cross_entropy(logits, batch["targets"], batch["weights"], axis=0)
+    right = jnp.sum(batch["weights"] * (jnp.argmax(logits, axis=-1) == batch["targets"]), axis=0)
+    return totals, counts, right
 
 
 def all_finite(state: TrainState) -> jax.Array:
