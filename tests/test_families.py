@@ -1,6 +1,7 @@
 """Each family from its data to its samples, through the commands: what differs between them, and what is refused."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ import pytest
 
 from transformer_jax import cli, create_model, load_run
 from transformer_jax.data.tasks import load_corpus
+from transformer_jax.errors import ConfigError
 from transformer_jax.training import loop
-from transformer_jax.training.evaluate import evaluate_run
+from transformer_jax.training.error_rates import ErrorCounts
+from transformer_jax.training.evaluate import error_figures, evaluate_run
 from transformer_jax.training.samples import write
 
 
@@ -43,6 +46,17 @@ def test_a_masked_run(capsys, encoder):
     assert 0 <= figures["masked_accuracy"] <= 1
     assert "symbol_error_rate" not in figures
     said = json.loads(run(capsys, "evaluate", encoder, "--json", "--step", "last")[1])
+    # Of hidden characters only: counted here from the logits.
+    loaded = load_run(encoder, "last")
+    corpus, model = load_corpus(loaded.config), create_model(loaded.config.model)
+    right = hidden = 0
+    for batch in corpus.evaluation("validation", 8):
+        logits = model.apply({"params": loaded.params}, batch["inputs"], valid=batch["valid"])
+        chosen = batch["weights"] > 0
+        right += int((np.asarray(logits).argmax(axis=-1) == batch["targets"])[chosen].sum())
+        hidden += int(chosen.sum())
+    assert said["masked_accuracy"] == right / hidden
+    assert said["targets"] == hidden < len(corpus.split("validation")) / 5
     assert said["masked_accuracy"] == figures["masked_accuracy"]
     assert said["loss"] == figures["val_loss"]
     assert "masked accuracy" in run(capsys, "evaluate", encoder)[1]
@@ -57,17 +71,19 @@ def test_a_masked_run(capsys, encoder):
 def test_gaps_are_filled(capsys, encoder):
     status, out, _ = run(capsys, "sample", encoder, "--prompt", "th_ k_ng")
     assert status == 0
-    assert len(out) == len("th_ k_ng\n")
-    assert out.startswith("th")
-    assert out[4:6] == "k" + out[5]
-    assert "_" not in out
+    assert re.fullmatch("th[^_] k[^_]ng\n", out)
     assert run(capsys, "sample", encoder, "--prompt", "th_ k_ng", "--seed", 5)[1] == out  # the most likely ones
     drawn = run(capsys, "sample", encoder, "--prompt", "t__ ____", "--temperature", 3, "--num-samples", 4)[1]
-    assert len(set(drawn.splitlines()[1::3])) > 1
+    texts = drawn.splitlines()
+    assert [text[:10] for text in texts] == [f"sample {i}  " for i in range(1, 5)]
+    assert len({text[10:] for text in texts}) > 1
+    one = run(capsys, "sample", encoder, "--prompt", "t__ ____", "--temperature", 3)[1]
+    assert one.strip() == texts[0][10:].strip()
 
 
 def test_a_run_of_pairs(capsys, pairs):
     figures = summary(pairs)
+    error_names = ("symbol_error_rate", "sequence_error_rate")
     assert figures["symbol_error_rate"] > 0
     assert 0 <= figures["sequence_error_rate"] <= 1
     assert figures["sources"] > 20
@@ -76,6 +92,8 @@ def test_a_run_of_pairs(capsys, pairs):
     assert said["loss"] == pytest.approx(figures["val_loss"], rel=1e-6)
     assert said["beam"]["beams"] == 3
     assert "loss_by_position" not in said
+    one = evaluate_run(load_run(pairs, "last"), "validation", beams=1)
+    assert {name: one[name] for name in error_names} == {name: one["beam"][name] for name in error_names}
     table = run(capsys, "evaluate", pairs, "--beams", 3)[1]
     assert "symbol error rate, greedy" in table
     assert "sequence error rate, 3 beams" in table
@@ -156,6 +174,10 @@ def refused(capsys, *args):
         ("encoder", ("--prompt", "_" * 17), "the prompt has 17 characters, and the model reads at most 16"),
         ("encoder", ("--prompt", "_Z"), "character 'Z' (position 1) is not among"),
         ("encoder", ("--prompt", "a_", "--beams", "2"), "beams 2 is for models that go on"),
+        ("encoder", ("--prompt", "a_", "--tokens", "5"), "num_tokens 5 is for models that go on"),
+        ("encoder", ("--prompt", "a_", "--num-samples", "2"), "num_samples 2 would all be the most likely"),
+        ("pairs", ("--prompt", "a", "--num-samples", "2"), "num_samples 2 would all be the most likely"),
+        ("pairs", ("--prompt", "a", "--beams", "2", "--stop", "ab"), "with beams a stop is one symbol, got 'ab' of 2"),
         ("pairs", (), "this run is an encoder_decoder and needs --prompt: the source"),
         ("pairs", ("--prompt", "abX"), "character 'X' (position 2) is not among"),
         ("pairs", ("--prompt", ""), "source 0 is empty"),
@@ -211,3 +233,36 @@ def test_words_as_targets(families, pairs_file, tmp_path):
     ((text, score),) = write(loaded, "abc")
     assert score is None
     assert set(text.split()) <= set(loaded.vocab.symbols)
+
+
+def test_names_of_the_error_rates(pairs):
+    """Those of the field where the task has them."""
+    loaded = load_run(pairs)
+    corpus = load_corpus(loaded.config)
+    errors = ErrorCounts(edits=1, symbols=4, wrong=1, sources=2)
+    assert error_figures(corpus, errors) == {"symbol_error_rate": 0.25, "sequence_error_rate": 0.5, "sources": 2}
+    named = error_figures(replace(corpus, name="cmudict"), errors)
+    assert named == {"phoneme_error_rate": 0.25, "word_error_rate": 0.5, "sources": 2}
+
+
+def test_sampling_asks_for_no_kernel(families, tmp_path):
+    """A run on an accelerator is sampled anywhere."""
+    for name, prompt in (("encoder", "th_"), ("encoder_decoder", "abc")):
+        config = replace(families[name], train=replace(families[name].train, steps=1))
+        loop.train(config, tmp_path / name)
+        loaded = load_run(tmp_path / name)
+        there = replace(loaded.config, model=replace(loaded.config.model, attention_impl="cudnn"))
+        assert write(replace(loaded, config=there), prompt) == write(loaded, prompt)
+
+
+def test_settings_without_effect_are_refused(encoder):
+    loaded = load_run(encoder)
+    for settings in ({"length_penalty": 0.6}, {"temprature": 2}, {"num_samples": 0}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            write(loaded, "a_", **settings)
+
+
+def test_the_task_is_no_part_of_what_may_change(families, encoder):
+    config = replace(families["encoder"], model=replace(families["encoder"].model, architecture="decoder"))
+    with pytest.raises(ConfigError, match="must keep model.architecture 'encoder' -> 'decoder'"):
+        loop.train(config, encoder, resume=True)

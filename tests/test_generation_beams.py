@@ -229,3 +229,14 @@ def test_what_is_refused(kwargs, said):
 def test_temperature_changes_nothing():
     expected = write("decoder", [[1]], 5, beams=2)
     np.testing.assert_array_equal(write("decoder", [[1]], 5, beams=2, temperature=0, seed=9), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_texts_end_sooner_and_are_the_same(kind):
+    prompts = [[1], [2, 2, 1, 3, 0], [3, 1, 0, 2, 1]]
+    for penalty in (0.0, 1.0):
+        settings = {"beams": 4, "stop": [[END]], "return_scores": True, "length_penalty": penalty}
+        all_four, scores = write(kind, prompts, 8, num_samples=4, **settings)
+        best, score = write(kind, prompts, 8, num_samples=1, **settings)
+        assert [unpadded(row) for row in best] == [unpadded(row) for row in all_four[::4]]
+        np.testing.assert_allclose(score, scores[::4], atol=1e-6)

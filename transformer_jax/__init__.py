@@ -14,6 +14,7 @@ _EXPORTS = {
     "OptimConfig": "config",
     "TrainConfig": "config",
     "create_model": "nn",
+    "fill_gaps": "generation",
     "generate": "generation",
     "load_run": "training.runs",
     "preset": "presets",

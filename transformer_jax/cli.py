@@ -59,7 +59,7 @@ class _Sample:
       beams: Search with this many texts at a time instead of drawing; --num-samples of them are written, with scores.
       length_penalty: A score is the log-probability over the length to this power.
       seed: Of the random draws; the same seed gives the same text.
-      num_samples: Texts to write.
+      num_samples: Texts to write; with beams the best ones, each with its score.
       step: Checkpoint: best (lowest validation loss), last, or a number.
       out: Also write the texts to this file, as UTF-8.
     """
@@ -251,28 +251,31 @@ def _sample(args: list[str]) -> int:
         )
     escape_unprintable()
     streams = causal and options.num_samples == 1 and options.beams is None
-    if streams:
-        run.vocab.encode(prompt)  # nothing is shown of a prompt that the model cannot read
-        print(prompt, end="", flush=True)
+    shown = []
+
+    def show(piece: str) -> None:
+        print(piece if shown else prompt + piece, end="", flush=True)
+        shown.append(piece)
+
     texts = write(
         run,
         prompt,
         options.tokens,
         temperature=options.temperature,
         stop=tuple(map(normalise_line_ends, options.stop)),
-        stream=(lambda piece: print(piece, end="", flush=True)) if streams else None,
+        stream=show if streams else None,
         **settings,
     )
     if streams:
         print()
     elif len(texts) == 1:
         print(*[text for text, _ in texts])
-    elif options.beams is not None:
-        print("\n".join(f"{score:.4f}  {text}" for text, score in texts))
-    elif model.architecture == "encoder_decoder":
-        print("\n".join(text for text, _ in texts))
     else:
-        print("\n\n".join(f"--- sample {i + 1}\n{text}" for i, (text, _) in enumerate(texts)))
+        heads = [f"sample {i + 1}" if score is None else f"{score:.4f}" for i, (_, score) in enumerate(texts)]
+        lines = [
+            f"--- {head}\n{text}" if causal else f"{head}  {text}" for head, (text, _) in zip(heads, texts, strict=True)
+        ]
+        print(("\n\n" if causal else "\n").join(lines))
     if options.out is not None:
         options.out.write_text("\n\n".join(text for text, _ in texts) + "\n", encoding="utf-8")
     return 0
@@ -300,7 +303,7 @@ def _evaluate(args: list[str]) -> int:
 def _table(figures: dict[str, Any]) -> str:
     """The figures of `evaluate_run` in lines."""
     unit = figures["unit"]
-    lines = [f"{figures['split']} ({figures['targets']:,} {unit}s), step {figures['step']}"]
+    lines = [f"{figures['split']} ({figures['targets']:,} {figures['counted']}), step {figures['step']}"]
     for name, key in ((f"nats per {unit}", "loss"), (f"bits per {unit}", "bits"), ("perplexity", "perplexity")):
         lines.append(f"{name:<24}{figures[key]:>8.4f}")
     beam = figures.get("beam", {})

@@ -22,7 +22,7 @@ Init = Literal["fan_in", "xavier", "bert", "gpt2", "zero_output"]
 AttentionImpl = Literal["auto", "xla", "cudnn", "tpu"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Corpus = Literal["plays", "tiny_shakespeare", "file", "cmudict", "pairs"]
-TargetSymbols = Literal["auto", "characters", "words"]
+TargetSymbols = Literal["characters", "words"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd", "noam", "constant"]
 
@@ -37,7 +37,7 @@ class ModelConfig:
         apply, and dropout, use_bias, head_bias, tie_embeddings, scale_embeddings, init, compute_dtype and unroll.
       vocab_size: Symbols of the vocabulary (V), of the target for "encoder_decoder"; None is filled in from the data.
       source_vocab_size: Symbols of an "encoder_decoder"'s source; None means that source and target share one
-        vocabulary and its embedding.
+        vocabulary and its embedding. The trainer gives each side its own.
       context: Longest window the model sees (T), in characters.
       d_model: Width of the residual stream (D).
       num_heads: Query heads (H); d_model must be divisible by it.
@@ -172,15 +172,15 @@ class DataConfig:
         user's own: a source, a tab and a target on each line.
       path: For "file" and "pairs": one or more files, read in this order.
       encoding: For "file" and "pairs": how the bytes are decoded.
-      target_symbols: What a target of "pairs" is made of: "characters", or "words" with blanks between them; "auto" is
-        characters. Sources are made of characters.
+      target_symbols: What a target of "pairs" is made of: "characters", or "words" with blanks between them. Sources
+        are made of characters.
       mask_rate: Share of the characters that an "encoder" has to find (Devlin et al. 2019, section 3.1).
     """
 
     corpus: Corpus = "plays"
     path: tuple[str, ...] = ()
     encoding: str = "utf-8"
-    target_symbols: TargetSymbols = "auto"
+    target_symbols: TargetSymbols = "characters"
     mask_rate: float = 0.15
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class DataConfig:
                 f"data.path is read only by data.corpus 'file' and 'pairs', and the corpus is {self.corpus!r}: "
                 "add --data.corpus file"
             )
-        if self.target_symbols != "auto" and self.corpus != "pairs":
+        if self.target_symbols != "characters" and self.corpus != "pairs":
             raise ConfigError(
                 f"data.target_symbols {self.target_symbols!r} is read only by data.corpus 'pairs', and the corpus is "
                 f"{self.corpus!r}; leave it out"
@@ -262,7 +262,7 @@ class TrainConfig:
       accumulate: Pieces a batch is cut into; their gradients are added, weighted by real tokens.
       log_every, eval_every, save_every: Updates between log lines, evaluations and checkpoints; each checkpoint is
         evaluated too.
-      eval_chars: Characters of the validation text used while training; the end uses all of it.
+      eval_chars: Characters of the validation text, or symbols of its targets, read while training; the end uses all.
       keep: Newest checkpoints kept, besides the best.
       seed: Of parameters, data order and dropout. 0 is a seed like any other.
       label_smoothing: Weight of the uniform distribution in the targets.

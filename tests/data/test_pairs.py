@@ -67,9 +67,12 @@ def test_the_split_depends_on_the_sources_alone(order):
 
 
 def test_equal_pairs_count_once():
-    twice = corpus_of(extra=[Pair("10", "b" * 4, "x"), Pair("10", "b" * 4, "y")])
-    once = corpus_of(extra=[Pair("10", "b" * 4, "x")])
-    assert twice.sha256 == once.sha256
+    """In the place of the first: the order of a source's targets stays."""
+    others = [Pair(f"{i}", "a", "") for i in range(30)]
+    once = [Pair("x", "a", ""), Pair("x", "b", "")]
+    a, b = (make_corpus("pairs", [*others, *pairs], 8, words=False) for pairs in (once, [*once, Pair("x", "a", "")]))
+    assert a.sha256 == b.sha256
+    assert len(b.targets.lengths) == 32
 
 
 def test_references_have_all_targets():
@@ -162,6 +165,8 @@ def test_rows():
 def test_too_long_and_too_few():
     with pytest.raises(DataError, match=r"p, line 9: the source has 13 symbols, and model.context is 12; give --model"):
         corpus_of(extra=[Pair("0" * 13, "a", "p, line 9")])
+    with pytest.raises(DataError, match=r"p: the source has 15 symbols, .* give --model.context 15"):  # enough for all
+        corpus_of(extra=[Pair("0" * 13, "a", "o"), Pair("0" * 15, "a", "p"), Pair("0" * 14, "a", "q")])
     # A target's end needs a place.
     corpus_of(extra=[Pair("0", "a" * 11, "p, line 9")])
     with pytest.raises(
@@ -214,6 +219,7 @@ def test_without_the_package(monkeypatch):
     [
         ({"corpus": "pairs"}, "needs at least one file: --data.path PAIRS.tsv"),
         ({"target_symbols": "words"}, "read only by data.corpus 'pairs'"),
+        ({"target_symbols": "letters"}, "unknown value for data.target_symbols: 'letters'"),
         ({"mask_rate": 0.0}, "mask_rate must be above 0 and below 1, got 0.0"),
         ({"mask_rate": 1.0}, "got 1.0"),
     ],
@@ -221,3 +227,15 @@ def test_without_the_package(monkeypatch):
 def test_settings(fields, said):
     with pytest.raises(ConfigError, match=said):
         DataConfig(**fields)
+
+
+def test_a_mask_rate_needs_masks():
+    with pytest.raises(ConfigError, match="mask_rate 0.3 is for model.architecture 'encoder', and it is 'gru'"):
+        load_corpus(Config(model=ModelConfig(architecture="gru"), data=DataConfig(mask_rate=0.3)))
+
+
+def test_halves_of_surrogate_pairs(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\tb\\ud800\n")
+    data = DataConfig(corpus="pairs", path=(str(tmp_path / "a.tsv"),), encoding="unicode_escape")
+    with pytest.raises(DataError, match="makes halves of surrogate pairs out of"):
+        load_corpus(Config(model=ModelConfig(architecture="encoder_decoder"), data=data))

@@ -93,3 +93,10 @@ def test_specials():
         Vocab("_□▁", "gap")
     assert Vocab("x" + "".join(map(chr, range(300, 555)))).dtype == np.uint8
     assert Vocab("x" + "".join(map(chr, range(300, 555))), "gap").dtype == np.uint16
+
+
+def test_ids_that_are_none():
+    vocab = Vocab("ab", "end")
+    assert vocab.decode([0, 1, 2, -1, -1]) == "ab"  # as `generate` pads rows
+    with pytest.raises(DataError, match=r"id 3 is not in \[0, 3\)"):
+        vocab.decode([0, 3])

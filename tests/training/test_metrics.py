@@ -42,7 +42,7 @@ def test_plain_lines_where_the_output_is_no_terminal(monkeypatch):
         terminal.step(record(100), 100, seconds_left=0)
     lines = terminal._console.file.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "60/100", "70/100", "100/100"]  # 2 came too soon after 1
-    assert lines[0] == "step      1/100  loss 2.5000  lr 1.00e-03  9,000 chars/s  1:15 left"
+    assert lines[0] == "step      1/100  loss 2.5000  lr 1.00e-03  9,000 tokens/s  1:15 left"
     assert lines[2].endswith("val 2.2500  1:01:40 left")
 
 

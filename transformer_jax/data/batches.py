@@ -13,6 +13,9 @@ Batch = dict[str, np.ndarray]
 """inputs int32 [B, T], targets int32 [B, T], weights float32 [B, T] (0 where a target does not count); where inputs
 may be padding valid bool [B, T]; for pairs source int32 [B, S] and source_valid bool [B, S]."""
 
+TRAINING, EVALUATION, SHOWN = range(1, 4)
+"""What characters are hidden for: each has random draws of its own."""
+
 SPLITS = ("train", "validation", "tune", "test")
 
 
@@ -68,6 +71,16 @@ class TextCorpus:
         """Characters that a training example has."""
         return self.context
 
+    @property
+    def shortest(self) -> int:
+        """Length of the shortest training batches."""
+        return self.context
+
+    @property
+    def counts(self) -> str:
+        """What the targets of an evaluation are, in words."""
+        return "characters" if self.mask_rate is None else "hidden characters"
+
     def split(self, name: str) -> np.ndarray:
         """A view of the ids of one part; see `split_bounds`."""
         return self.ids[slice(*split_bounds(len(self.ids), name))]
@@ -78,7 +91,7 @@ class TextCorpus:
         return windows if self.mask_rate is None else MaskedWindows(windows, self.vocab, self.mask_rate, seed)
 
     def evaluation(self, split: str, rows: int, limit: int | None = None) -> Iterator[Batch]:
-        """A part as batches of equal shapes, or its first `limit` targets; see `evaluation_batches`."""
+        """A part as batches of equal shapes, or what its first `limit` characters give; see `evaluation_batches`."""
         ids = self.split(split)
         if self.mask_rate is None:
             return evaluation_batches(ids[: None if limit is None else limit + 1], self.context, rows)
@@ -124,11 +137,13 @@ class MaskedWindows:
     def batch(self, first: int, size: int) -> Batch:
         """Examples first to first + size - 1; see `hide`."""
         ids = self._windows.batch(first, size)["inputs"]
-        streams = [(self._seed, example) for example in range(first, first + size)]
-        return hide(ids, np.ones(ids.shape, bool), self._vocab, self._rate, streams)
+        streams = [(TRAINING, self._seed, example) for example in range(first, first + size)]
+        batch = hide(ids, np.ones(ids.shape, bool), self._vocab, self._rate, streams)
+        del batch["valid"]  # all of it is
+        return batch
 
 
-def hide(ids: np.ndarray, valid: np.ndarray, vocab: Vocab, rate: float, streams: Sequence[tuple[int, int]]) -> Batch:
+def hide(ids: np.ndarray, valid: np.ndarray, vocab: Vocab, rate: float, streams: Sequence[tuple[int, ...]]) -> Batch:
     """Hides characters for a masked language model (Devlin et al. 2019, section 3.1).
 
     In each row that share of its characters is chosen, at least one. Of these 80 % become a gap, 10 % any character,
@@ -139,7 +154,7 @@ def hide(ids: np.ndarray, valid: np.ndarray, vocab: Vocab, rate: float, streams:
       valid: bool [B, T], the real ones, on the left.
       vocab: With a gap.
       rate: Share to choose.
-      streams: B pairs of numbers, the seed of each row.
+      streams: B tuples of numbers, the seed of each row; the first says what for.
 
     Returns:
       inputs, targets int32 [B, T], weights float32 [B, T], 1 where chosen, and valid.
@@ -164,7 +179,7 @@ def masked_evaluation_batches(
     # One more, because `evaluation_batches` has no input without its next character.
     for number, batch in enumerate(evaluation_batches(np.append(ids, ids[:1]), context, batch_size)):
         valid = batch["weights"] > 0
-        streams = [(2**32, number * batch_size + row) for row in range(batch_size)]  # no seed of a run
+        streams = [(EVALUATION, number * batch_size + row) for row in range(batch_size)]
         yield hide(batch["inputs"], valid, vocab, rate, streams)
 
 

@@ -52,13 +52,7 @@ def load_text(config: DataConfig) -> Text:
         text = _load_plays()
     else:
         text = _load_tiny_shakespeare()
-    try:
-        return Text(config.corpus, text, _sha256(text))
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"data.encoding {config.encoding!r} makes halves of surrogate pairs out of {', '.join(config.path)}, "
-            "which are no text; name the encoding of the files"
-        ) from error
+    return Text(config.corpus, text, _sha256(text))
 
 
 def normalise_line_ends(text: str) -> str:
@@ -92,7 +86,15 @@ def load_files(paths: tuple[str, ...], encoding: str) -> str:
         if pieces and not pieces[-1].endswith("\n"):
             pieces.append("\n")
         pieces.extend(_decoded_pieces(path, encoding))
-    return "".join(pieces)
+    text = "".join(pieces)
+    try:
+        _sha256(text)
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"data.encoding {encoding!r} makes halves of surrogate pairs out of {', '.join(paths)}, "
+            "which are no text; name the encoding of the files"
+        ) from error
+    return text
 
 
 def _decoded_pieces(path: str, encoding: str) -> Iterator[str]:

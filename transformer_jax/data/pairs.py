@@ -113,12 +113,18 @@ class PairCorpus:
     context: int
 
     unit = "symbol"
+    counts = "symbols, ends included"
 
     @property
     def size(self) -> str:
         """How much it is, in words."""
         symbols = f"{len(self.source_vocab.symbols)} and {len(self.vocab.symbols)} symbols"
         return f"{len(self.groups) - 1:,} sources, {len(self.targets.lengths):,} pairs, {symbols}"
+
+    @property
+    def shortest(self) -> int:
+        """Length of the shortest training batches."""
+        return int(self.widths(self.split("train")).min())
 
     @property
     def symbols_per_example(self) -> float:
@@ -216,34 +222,50 @@ def make_corpus(name: str, pairs: Sequence[Pair], context: int, *, words: bool) 
     Raises:
       DataError: For too few sources; a source or a target that is too long; a symbol that occurs in no training pair.
     """
-    pairs = list({(pair.source, pair.target): pair for pair in reversed(pairs)}.values())[::-1]
+    first: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        first.setdefault((pair.source, pair.target), pair)
+    pairs = list(first.values())
     digest = {source: hashlib.sha256(source.encode()).digest() for source in {pair.source for pair in pairs}}
     pairs.sort(key=lambda pair: digest[pair.source])
     names = [pair.source for pair in pairs]
     groups = np.array([i for i in range(len(pairs)) if i == 0 or names[i] != names[i - 1]] + [len(pairs)])
     count = len(groups) - 1
     if any(start == stop for start, stop in (split_bounds(count, part) for part in ("train", "tune", "test"))):
-        raise DataError(f"{name} has {count} different sources, too few for parts of 90, 5 and 5 %; give at least 20")
+        raise DataError(f"{name} has {count} different sources, too few for parts of 90, 5 and 5 %; give at least 11")
     train = pairs[: groups[split_bounds(count, "train")[1]]]
-    targets = [word for pair in train for word in pair.target.split()] if words else "".join(p.target for p in train)
-    vocab = Vocab.from_text(targets, "end")
+    said = [word for pair in train for word in pair.target.split()] if words else "".join(p.target for p in train)
+    vocab = Vocab.from_text(said, "end")
     source_vocab = Vocab.from_text("".join(pair.source for pair in train))
-    rows: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+    _check_lengths(pairs, context, words)
+    sources, targets = [], []
     for pair in pairs:
         try:
-            ids = source_vocab.encode(pair.source), vocab.encode(pair.target)
+            sources.append(source_vocab.encode(pair.source))
+            targets.append(vocab.encode(pair.target))
         except DataError as error:
             raise DataError(
                 f"{pair.where}, not in the training part: {error}; take the pair out, or give more that have the symbol"
             ) from error
-        for side, length, kept in zip(("source", "target"), (len(ids[0]), len(ids[1]) + 1), rows, strict=True):
-            if length > context:
-                end = ", its end included" if side == "target" else ""
-                raise DataError(
-                    f"{pair.where}: the {side} has {length} symbols{end}, and model.context is {context}; "
-                    f"give --model.context {length}, or take the pair out"
-                )
-            kept.append(ids[side == "target"])
     text = "".join(f"{pair.source}\t{pair.target}\n" for pair in pairs)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return PairCorpus(name, Rows.of(rows[0]), Rows.of(rows[1]), groups, vocab, source_vocab, sha256, context)
+    return PairCorpus(name, Rows.of(sources), Rows.of(targets), groups, vocab, source_vocab, sha256, context)
+
+
+def _check_lengths(pairs: Sequence[Pair], context: int, words: bool) -> None:
+    """Refuses pairs that are too long, naming the longest: the context it asks for is enough for all."""
+    sizes = (
+        (length, side, pair.where)
+        for pair in pairs
+        for side, length in (
+            ("source", len(pair.source)),
+            ("target", 1 + len(pair.target.split() if words else pair.target)),
+        )
+    )
+    length, side, where = max(sizes, key=lambda size: size[0])
+    if length > context:
+        end = ", its end included" if side == "target" else ""
+        raise DataError(
+            f"{where}: the {side} has {length} symbols{end}, and model.context is {context}; "
+            f"give --model.context {length}, or take the pair out"
+        )

@@ -1,6 +1,6 @@
 """What each architecture learns from: the next characters of a text, its hidden ones, or pairs."""
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, DataConfig
 from transformer_jax.data import cmudict
 from transformer_jax.data.batches import TextCorpus
 from transformer_jax.data.corpora import load_files, load_text
@@ -25,6 +25,11 @@ def load_corpus(config: Config) -> TextCorpus | PairCorpus:
         raise ConfigError(
             f"model.architecture {model.architecture!r} learns from {learns}, and data.corpus is {data.corpus!r}; "
             f"choose --data.corpus {' or '.join(others)}, or another architecture"
+        )
+    if data.mask_rate != DataConfig.mask_rate and model.architecture != "encoder":
+        raise ConfigError(
+            f"data.mask_rate {data.mask_rate} is for model.architecture 'encoder', and it is {model.architecture!r}; "
+            "leave it out"
         )
     if data.corpus == "cmudict":
         pairs = [Pair(word, phonemes, f"cmudict, word {word!r}") for word, phonemes in cmudict.load()]

@@ -105,11 +105,18 @@ class Vocab:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of any iterable of ids; an end is left out."""
+        """The text of any iterable of ids; an end is left out, and negative ids, which stand after one.
+
+        Raises:
+          DataError: For an id that is not in the vocabulary.
+        """
+        special = [self.gap] if self.special == "gap" else [None]
+        texts = [*self.symbols, *(special if self.special else [])]
+        kept = [int(i) for i in ids if i >= 0]
+        if kept and max(kept) >= len(self):
+            raise DataError(f"id {max(kept)} is not in [0, {len(self)}), the ids of the vocabulary")
         separator = "" if isinstance(self.symbols, str) else " "
-        special = self.gap if self.special == "gap" else None
-        texts = (self.symbols[i] if i < len(self.symbols) else special for i in ids)
-        return separator.join(text for text in texts if text is not None)
+        return separator.join(texts[i] for i in kept if texts[i] is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""

@@ -81,8 +81,8 @@ def search(
 
     At each step, of the K best of all K * V ways to go on those that end are finished, and the K best ways that do not
     end go on (as in fairseq, Ott et al. 2019); the K finished texts of highest score are kept. A prompt is done when no
-    text that goes on can still reach the score of the worst of them: its log-probability can only fall, and no length
-    divides it by more than num_tokens ** length_penalty. One beam is arg max, and is done when that ends.
+    text that goes on can still reach the score of the worst of those returned: its log-probability can only fall, and
+    no length divides it by more than num_tokens ** length_penalty. One beam is arg max, and is done when that ends.
 
     Args:
       model: From `create_model`.
@@ -120,7 +120,7 @@ def search(
     penalty, limit, trails = jnp.float32(length_penalty), jnp.int32(num_tokens), []
     for first in range(0, num_tokens, CHUNK):
         until = min(first + CHUNK, num_tokens)
-        loop = _advance(model, params, ends, penalty, limit, loop, jnp.int32(until))
+        loop = _advance(model, params, ends, penalty, limit, jnp.int32(keep), loop, jnp.int32(until))
         trail, done, finite = jax.device_get((loop.trail, loop.done, loop.finite))
         check_finite(bool(finite))
         trails.append(trail)
@@ -155,6 +155,7 @@ def _advance(
     ends: jax.Array,
     length_penalty: jax.Array,
     limit: jax.Array,
+    keep: jax.Array,
     loop: _Search,
     until: jax.Array,
 ) -> _Search:
@@ -184,7 +185,7 @@ def _advance(
 
         live, choice = top(jnp.where(jnp.tile(ends, beams)[None, :], -jnp.inf, ways))
         reachable = live[:, 0] / limit.astype(jnp.float32) ** length_penalty
-        worst = finished.score[:, -1]
+        worst = finished.score[:, keep - 1]
         # One beam is arg max: where that ends, the second best has no place to go on.
         done = loop.done | (worst >= reachable) | ((beams == 1) & (worst > -jnp.inf))
         index = (jnp.arange(prompts)[:, None] * beams + choice.parent).ravel()

@@ -12,6 +12,7 @@ import numpy as np
 from transformer_jax.errors import ConfigError
 from transformer_jax.generation.draw import Filters, draw
 from transformer_jax.generation.settings import (
+    check_count,
     check_finite,
     check_rows,
     check_seed,
@@ -49,6 +50,7 @@ def fill_gaps(
     *,
     temperature: float = 0.0,
     seed: int = 0,
+    num_samples: int = 1,
     context: int | None = None,
     return_log_probs: bool = False,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
@@ -64,6 +66,7 @@ def fill_gaps(
       gap: The id that stands where a symbol is missing; it is never put there.
       temperature: Divides the logits of the place that was chosen, to draw from; 0 takes the most likely symbol.
       seed: Of the random draws, which are the same for equal rows.
+      num_samples: Results for each row, which follow each other.
       context: Most ids in a row; None means the model's context.
       return_log_probs: Also return the log-probability, in nats, that the model gave each symbol, before temperature.
 
@@ -88,6 +91,7 @@ def fill_gaps(
         raise ConfigError("fill_gaps needs a model that sees both sides, architecture 'encoder'; others use generate")
     check_temperature(temperature)
     check_seed(seed)
+    check_count("num_samples", num_samples)
     check_symbol("gap", gap, model.vocab_size)
     if model.vocab_size < 2:
         raise ConfigError("vocab_size is 1: there is no symbol to put where the gap stands")
@@ -95,9 +99,12 @@ def fill_gaps(
     if context < 1:
         raise ConfigError(f"context must be at least 1, got {context}")
     check_rows(rows, model.vocab_size, name="row", longest=context)
+    samples = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_samples))
+    keys = jnp.tile(samples, len(rows))
+    rows = [row for row in rows for _ in range(num_samples)]
     ids, valid = padded(rows, context)
     filters = Filters.of(model.vocab_size, temperature)
-    loop = _fill(model, params, ids, valid, jnp.int32(gap), filters, jax.random.key(seed))
+    loop = _fill(model, params, ids, valid, jnp.int32(gap), filters, keys)
     ids, log_probs, finite = jax.device_get((loop.ids, loop.log_probs, loop.finite))
     check_finite(bool(finite))
     filled, given = ([row[: len(own)] for row, own in zip(x, rows, strict=True)] for x in (ids, log_probs))
@@ -112,9 +119,9 @@ def _fill(
     valid: jax.Array,
     gap: jax.Array,
     filters: Filters,
-    key: jax.Array,
+    keys: jax.Array,
 ) -> _Loop:
-    """Fills all gaps of int32 [B, S], one in each row at a time."""
+    """Fills all gaps of int32 [B, S], one in each row at a time, with B random keys."""
     rows = jnp.arange(ids.shape[0])
 
     def step(loop: _Loop) -> _Loop:
@@ -123,9 +130,9 @@ def _fill(
         allowed = jnp.where(jnp.arange(logits.shape[-1])[None, None, :] == gap, -jnp.inf, log_probs)
         certainty = jnp.where(loop.missing, jnp.max(allowed, axis=-1), -jnp.inf)
         place = jnp.argmax(certainty, axis=1)
-        keys = jnp.broadcast_to(jax.random.fold_in(key, loop.filled), rows.shape)
+        now = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.filled)
         allowed = allowed[rows, place]
-        symbol = draw(keys, allowed, jnp.zeros(allowed.shape, bool), filters)
+        symbol = draw(now, allowed, jnp.zeros(allowed.shape, bool), filters)
         here = loop.missing & (jnp.arange(ids.shape[1])[None, :] == place[:, None])
         return _Loop(
             ids=jnp.where(here, symbol[:, None], loop.ids),

@@ -29,8 +29,8 @@ def check_settings(
     Raises:
       ConfigError: Naming the setting, its value and the limit.
     """
-    _check_count("num_tokens", num_tokens)
-    _check_count("num_samples", num_samples)
+    check_count("num_tokens", num_tokens)
+    check_count("num_samples", num_samples)
     check_temperature(temperature)
     check_seed(seed)
     if top_k is not None and top_k < 1:
@@ -50,7 +50,7 @@ def check_settings(
             given = "return_scores" if return_scores else f"length_penalty {length_penalty}"
             raise ConfigError(f"{given} is for beam search: give beams, such as beams=4, or leave it out")
         return
-    _check_count("beams", beams)
+    check_count("beams", beams)
     if num_samples > beams:
         raise ConfigError(f"{beams} beams find at most {beams} texts for a prompt, got num_samples {num_samples}")
     drawing = {
@@ -69,7 +69,12 @@ def check_settings(
         raise ConfigError(f"with beams a stop is one symbol, got {long[0]!r} of {len(long[0])}; leave out one of them")
 
 
-def _check_count(name: str, value: int) -> None:
+def check_count(name: str, value: int) -> None:
+    """Holds a number to whole ones from 1.
+
+    Raises:
+      ConfigError: Naming the value and the limit.
+    """
     if not isinstance(value, int | np.integer):
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
@@ -126,7 +131,7 @@ def check_rows(rows: Sequence[Sequence[int]], vocab_size: int, *, name: str, lon
         raise DataError(f"{name}s must be rows of ids: put one {name} into a list")
     for number, row in enumerate(rows):
         if len(row) == 0:
-            raise DataError(f"{name} {number} is empty: a model needs at least one symbol to go on from")
+            raise DataError(f"{name} {number} is empty: give at least one symbol")
         if not np.issubdtype(np.asarray(row).dtype, np.integer):
             raise DataError(f"{name} {number} must hold whole numbers, got {np.asarray(row).dtype}")
         if min(row) < 0 or max(row) >= vocab_size:

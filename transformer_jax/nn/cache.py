@@ -42,7 +42,7 @@ class KVCache:
         return self.replace(length=jnp.zeros_like(self.length))
 
     def rows(self, index: jax.Array) -> "KVCache":
-        """The rows at an index, int32 [B']. A source stays where it is: rows that change places must share theirs."""
+        """The rows at an index, int32 [B']. With a source B' is B, and each must come from one of the same source."""
         return self.replace(keys=self.keys[:, index], values=self.values[:, index], length=self.length[index])
 
 

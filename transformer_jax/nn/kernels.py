@@ -159,13 +159,22 @@ def attends(model: ModelConfig) -> bool:
     return not model.recurrent and (model.attention != "none" or model.architecture == "encoder_decoder")
 
 
-def explain(model: ModelConfig, platform: str | None = None) -> str:
+def explain(model: ModelConfig, platform: str | None = None, *, length: int | None = None) -> str:
     """How a model's attention over whole windows will be computed, and why, such as "xla (no fused kernel for cpu)".
+
+    Args:
+      model: The architecture.
+      platform: As for `choose`.
+      length: Of the shortest windows; None means the context. An encoder-decoder's are taken to be padded.
 
     Raises:
       ConfigError: If attention_impl asks for what cannot be.
     """
+    padded = model.architecture == "encoder_decoder"
+    length = model.context if length is None else length
     present = {
+        "padding": padded,
+        "a window together with padding": padded and model.window is not None,
         "grouped heads": model.num_kv_heads not in (None, model.num_heads),
         "a window": model.window is not None,
         "ALiBi or another bias": model.positions == "alibi",
@@ -176,7 +185,7 @@ def explain(model: ModelConfig, platform: str | None = None) -> str:
         model.attention_impl,
         [need for need, needed in present.items() if needed],
         head_dim=model.head_dim,
-        lengths=(model.context, model.context),
+        lengths=(length, length),
         causal=model.architecture == "decoder",
         sizes={"heads": model.num_heads, "kv_heads": model.num_kv_heads or model.num_heads},
         platform=platform,

@@ -32,9 +32,9 @@ class Metadata:
 
     Attributes:
       step: Updates made.
-      examples: Training windows seen: the place in the data.
+      examples: Training examples seen: the place in the data.
       seconds: Time spent training.
-      val_loss: Nats per character on the fixed part of the validation text; None where it was not evaluated.
+      val_loss: Nats per target on the fixed part of the validation data; None where it was not evaluated.
       config: Resolved.
       vocab: Of the text, or of the targets.
       corpus: Name and SHA-256 of the data.

@@ -98,9 +98,9 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int 
       beams: For an encoder-decoder, of a search beside the greedy answers; None is greedy only.
 
     Returns:
-      split, step, unit ("character" or "symbol"), targets, loss (nats per target), bits and perplexity. For a causal
-      model loss_by_position: nats for each place in a window, None where there is no target. For an encoder
-      masked_accuracy. For an encoder-decoder `error_figures`, and with beams the same under "beam".
+      split, step, unit ("character" or "symbol"), targets and what is counted as one, loss (nats per target), bits and
+      perplexity. For a causal model loss_by_position: nats for each place in a window, None where there is no target.
+      For an encoder masked_accuracy. For an encoder-decoder `error_figures`, and with beams the same under "beam".
 
     Raises:
       ConfigError: For beams where nothing is searched, or fewer than 1.
@@ -114,8 +114,8 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int 
     corpus = load_corpus(run.config)
     if corpus.sha256 != run.corpus["sha256"]:
         raise DataError(
-            f"the text {run.corpus['name']} has changed since the run was trained: its SHA-256 was "
-            f"{run.corpus['sha256'][:12]} and is {corpus.sha256[:12]}; put the old text back"
+            f"the data {run.corpus['name']} have changed since the run was trained: their SHA-256 was "
+            f"{run.corpus['sha256'][:12]} and is {corpus.sha256[:12]}; put the old ones back"
         )
     placement = default_placement(batch_size)
     with placement.use():
@@ -126,25 +126,27 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int 
             "split": split,
             "step": run.step,
             "unit": corpus.unit,
+            "counted": corpus.counts,
             "targets": int(sums.counts.sum()),
             "loss": sums.loss,
             "bits": bits(sums.loss),
             "perplexity": math.exp(sums.loss),
-            **task_figures(corpus, sums),
+            **task_figures(run.config, params, corpus, split, sums, beams),
         }
-        if isinstance(corpus, PairCorpus):
-            model = create_model(in_float32(run.config).model)
-            figures |= error_figures(corpus, measure_errors(model, params, corpus, split))
-            if beams is not None:
-                found = measure_errors(model, params, corpus, split, beams=beams)
-                figures["beam"] = {"beams": beams, **error_figures(corpus, found)}
     return figures
 
 
-def task_figures(corpus: TextCorpus | PairCorpus, sums: Sums) -> dict[str, Any]:
-    """What the sums say beyond the loss: depends on what is learnt."""
+def task_figures(
+    config: Config, params: Any, corpus: TextCorpus | PairCorpus, split: str, sums: Sums, beams: int | None = None
+) -> dict[str, Any]:
+    """What there is to say beyond the loss, which depends on what is learnt; see `evaluate_run`."""
     if isinstance(corpus, PairCorpus):
-        return {}
+        model = create_model(in_float32(config).model)
+        figures = error_figures(corpus, measure_errors(model, params, corpus, split))
+        if beams is not None:
+            found = measure_errors(model, params, corpus, split, beams=beams)
+            figures["beam"] = {"beams": beams, **error_figures(corpus, found)}
+        return figures
     if corpus.mask_rate is not None:
         return {"masked_accuracy": sums.accuracy}
     return {"loss_by_position": sums.by_position}

@@ -20,11 +20,10 @@ from transformer_jax.data.batches import TextCorpus
 from transformer_jax.data.pairs import PairCorpus
 from transformer_jax.data.tasks import load_corpus
 from transformer_jax.errors import ConfigError, TransformerJaxError
-from transformer_jax.nn import create_model, kernels
+from transformer_jax.nn import kernels
 from transformer_jax.training import runs, sharding
 from transformer_jax.training.checkpoint import Metadata
-from transformer_jax.training.error_rates import measure_errors
-from transformer_jax.training.evaluate import Evaluator, bits, error_figures, in_float32, task_figures
+from transformer_jax.training.evaluate import Evaluator, bits, task_figures
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.optim import with_rates
 from transformer_jax.training.samples import sample_text
@@ -121,7 +120,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     terminal.say(f"data       {corpus.name}: {corpus.size}, SHA-256 {corpus.sha256[:12]}")
     with placement.use():
         if kernels.attends(config.model):
-            terminal.say(f"attention  {kernels.explain(config.model)}")
+            terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
         if resume:
             run = runs.RunFolder(out)
             metadata, state, skipped = runs.open_newest(run, placement.replicated)
@@ -158,12 +157,17 @@ def check_resumable(config: Config, metadata: Metadata, corpus: TextCorpus | Pai
     """
     if corpus.sha256 != metadata.corpus["sha256"]:
         raise ConfigError(
-            f"the run was trained on another text: {metadata.corpus['name']} with SHA-256 "
-            f"{metadata.corpus['sha256'][:12]}, and this one is {corpus.name} with {corpus.sha256[:12]}"
+            f"the run was trained on other data: {metadata.corpus['name']} with SHA-256 "
+            f"{metadata.corpus['sha256'][:12]}, and these are {corpus.name} with {corpus.sha256[:12]}"
         )
     # The schedule does not move: what was resolved at the start stays.
     optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or metadata.config.optim.decay_steps)
-    config = _resolved(dataclasses.replace(config, optim=optim), corpus)
+    # Sizes are those of the data, which are the same: another one can only have been asked for.
+    sizes = {
+        name: getattr(config.model, name) or getattr(metadata.config.model, name)
+        for name in ("vocab_size", "source_vocab_size")
+    }
+    config = resolve(dataclasses.replace(config, optim=optim), **sizes)
     changed = differences(metadata.config, config)
     fixed = [f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items() if name not in MAY_CHANGE]
     if fixed:
@@ -249,6 +253,7 @@ class _CompiledSteps:
         """The step for a batch of this shape."""
         shape = batch["inputs"].shape
         if shape not in self._compiled:
+            jax.block_until_ready(state)  # steps under way are training time
             with self._clock.paused():
                 began = time.monotonic()
                 self._compiled[shape] = self._step.lower(state, batch).compile()
@@ -339,10 +344,8 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
     if best not in (None, step):
         best_params = jax.device_put(runs.load_run(run.path, best, terminal.say).params, session.placement.replicated)
         best_loss = evaluator.loss(best_params, corpus.evaluation("validation", evaluator.rows))
-    task = {k: v for k, v in task_figures(corpus, sums["validation"]).items() if k != "loss_by_position"}
-    if isinstance(corpus, PairCorpus):
-        errors = measure_errors(create_model(in_float32(config).model), params, corpus, "validation")
-        task |= error_figures(corpus, errors)
+    task = task_figures(config, params, corpus, "validation", sums["validation"])
+    task.pop("loss_by_position", None)
     device = session.placement.mesh.devices.flatten()[0]
     summary = {
         "val_loss": losses["validation"],

@@ -102,7 +102,7 @@ class Terminal:
     def step(self, record: dict[str, Any], total: int, seconds_left: float) -> None:
         """Shows the figures of a step."""
         figures = (
-            f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} chars/s"
+            f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s"
         )
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record["step"], figures=figures)

@@ -146,7 +146,7 @@ def is_run(path: Path) -> bool:
     run = RunFolder(path)
     files = (run.config, run.vocab, run.source_vocab, run.metrics, run.summary, run.samples)
     ours = {p.name for p in files} | {"checkpoints"}
-    left_overs = {p.with_suffix(".part").name for p in (run.config, run.metrics, run.summary)}
+    left_overs = {p.with_suffix(".part").name for p in files}
     return run.config.is_file() and {p.name for p in path.iterdir()} <= ours | left_overs
 
 
