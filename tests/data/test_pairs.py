@@ -201,8 +201,6 @@ def test_cmudict():
     assert [len(corpus.references(name)) for name in SPLITS] == [113_446, 6_303, 6_303]
     answers = {corpus.source_vocab.decode(source): targets for source, targets in corpus.references("test")}
     assert max(len(targets) for targets in answers.values()) == 4
-    with pytest.raises(DataError, match="cmudict, word .*: the source has 28 symbols, and model.context is 24"):
-        load_corpus(Config(model=ModelConfig(architecture="encoder_decoder", context=24), data=DataConfig("cmudict")))
 
 
 def test_without_the_package(monkeypatch):
