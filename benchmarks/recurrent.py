@@ -60,7 +60,7 @@ def draw(figures: dict[str, dict], path: Path) -> None:
         steps, losses = zip(*values["curve"], strict=True)
         label = f"{name}, {values['parameters'] / 1e6:.2f} M: {values['val_loss']:.3f}"
         axes.plot([step * each for step in steps], losses, label=label)
-    axes.set(xlabel="million characters seen", ylabel="validation loss, nats per character", ylim=(1.45, 2.6))
+    axes.set(xlabel="million characters seen", ylabel="validation loss, nats per character", ylim=(1.4, 2.6))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
