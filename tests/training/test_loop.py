@@ -175,7 +175,7 @@ def test_another_text_is_refused(trained, tiny_config, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(Path(tiny_config.data.path[0]).read_text() + "x")
     changed = dataclasses.replace(tiny_config, data=dataclasses.replace(tiny_config.data, path=(str(other),)))
-    with pytest.raises(ConfigError, match="another text"):
+    with pytest.raises(ConfigError, match="trained on other data"):
         loop.train(changed, trained, resume=True)
 
 
