@@ -17,10 +17,14 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if metadata.version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig  # noqa: E402 (settings first)
 from transformer_jax.config import Architecture  # noqa: E402
