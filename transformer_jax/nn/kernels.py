@@ -146,11 +146,16 @@ def _obstacle(
 def _mesh_obstacle(sizes: Mapping[str, int]) -> str | None:
     """Why each device cannot compute rows and heads of its own on the current mesh, or None."""
     mesh = jax.sharding.get_abstract_mesh()
-    for name, size in sizes.items():
+
+    def parts(name: str) -> int:
         (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
-        parts = prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-        if size % parts:
-            return f"{size} {name} do not divide into {parts} parts of the mesh"
+        return prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+    for name, size in sizes.items():
+        if size % parts(name):
+            return f"{size} {name} do not divide into {parts(name)} parts of the mesh"
+    if parts("length") > 1:
+        return f"the rules cut sequences into {parts('length')} parts, and fused kernels need them whole"
     return None
 
 
