@@ -75,11 +75,12 @@ def config_of(case: Case) -> Config:
         dropout=0.2,
         attention_dropout=0.2,
         remat=case.remat,
+        unroll=1,  # compiles faster
     )
     return resolve(
         Config(
             model=model,
-            # Adam's first update is g / (|g| + eps): with the default eps the sums that happen to cancel to 1e-9 decide.
+            # Adam's first update is g / (|g| + eps): with the default eps, gradients that cancel to 1e-9 decide.
             optim=OptimConfig(optimizer=case.optimizer, schedule="constant", warmup_steps=0, eps=1e-5),
             train=TrainConfig(batch_size=ROWS, accumulate=case.accumulate),
         ),

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig
 from transformer_jax.config import resolve, to_dict
 from transformer_jax.errors import ConfigError
-from transformer_jax.nn.axes import parameter_axes
+from transformer_jax.nn.axes import constrain, parameter_axes
 from transformer_jax.training import loop, sharding
 from transformer_jax.training.mesh import MESH_AXES, mesh_shape, parse_mesh
 from transformer_jax.training.metrics import read_metrics
@@ -188,6 +188,14 @@ def test_a_parameter_without_names_is_no_silent_copy():
         parameter_axes("decoder/new/kernel", 2)
     with pytest.raises(ConfigError, match="of rank 5"):
         parameter_axes("decoder/layers/ffn/up/kernel", 5)
+
+
+def test_activations_are_named_as_the_rules_know_them():
+    x = jax.numpy.ones((1, 2, 3))
+    assert constrain(x, "batch", "length", "embed") is x
+    for names in (("batch", "lenght", "embed"), ("batch", "batch", "embed"), ("batch", "length", "heads", "head_dim")):
+        with pytest.raises(ConfigError, match="for an array of rank 3; they are one of"):
+            constrain(x, *names)
 
 
 def child(code, *arguments):

@@ -1,5 +1,7 @@
 """Names of the axes of activations and parameters, for sharding: `training.sharding` maps them to a mesh."""
 
+from math import prod
+
 import flax.linen as nn
 import jax
 
@@ -68,8 +70,17 @@ def parameter_axes(path: str, rank: int) -> tuple[str, ...]:
     return names
 
 
+def parts(name: str) -> int:
+    """Into how many parts the current rules split a named axis on the current mesh."""
+    (by,) = nn.logical_to_mesh_axes((name,)) or (None,)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return prod(sizes.get(axis, 1) for axis in ((by,) if isinstance(by, str) else by or ()))
+
+
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Tells the partitioner how x lies on the mesh; does nothing where no rules are set.
+
+    An axis that does not divide stays whole: a single row, an odd number of symbols. It would be filled up otherwise.
 
     Raises:
       ConfigError: For names that are not one of `ACTIVATIONS`. Flax treats what it does not know as "replicated", in
@@ -77,4 +88,5 @@ def constrain(x: jax.Array, *names: str) -> jax.Array:
     """
     if names not in ACTIVATIONS or x.ndim != len(names):
         raise ConfigError(f"axis names {names} for an array of rank {x.ndim}; they are one of {ACTIVATIONS}")
-    return nn.with_logical_constraint(x, names)
+    split = (name if size % parts(name) == 0 else None for name, size in zip(names, x.shape, strict=True))
+    return nn.with_logical_constraint(x, tuple(split))
