@@ -56,6 +56,8 @@ def config_file(tmp_path, tiny_config):
         (["--config", "none.py"], "no config file at none.py"),
         (["--data.corpus", "file"], "needs at least one file"),
         (["--data.corpus", "file", "--data.path", "none.txt"], "none.txt does not exist"),
+        (["--mesh", "dta=1"], "unknown mesh axis 'dta'; did you mean 'data'"),
+        (["--mesh", "data=2,fsdp=2"], "mesh data=2,fsdp=2 has 4 devices, and there are 1"),
     ],
 )
 def test_train_refuses(capsys, args, said):

@@ -25,7 +25,7 @@ ROOMS = [
     ["data"],
     ["generation"],
     ["compile_cache"],
-    ["training.losses", "training.optim", "training.sharding", "training.metrics"],
+    ["training.mesh", "training.losses", "training.optim", "training.sharding", "training.metrics"],
     ["training.step"],
     ["training.checkpoint"],
     ["training.runs"],

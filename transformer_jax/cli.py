@@ -18,6 +18,7 @@ from transformer_jax.config import Config, from_dict
 from transformer_jax.config_files import find_config, load_config, stored_config
 from transformer_jax.data.batches import SPLITS
 from transformer_jax.errors import ConfigError, TransformerJaxError
+from transformer_jax.training.mesh import parse_mesh
 
 _USAGE_STATUS = 2
 
@@ -32,12 +33,15 @@ class _Where:
       out: Folder of the run; a new one under runs/ where it is left out.
       resume: Go on from the newest good checkpoint of --out.
       overwrite: Replace the run in --out.
+      mesh: How all devices share the work, such as data=4,fsdp=2,tensor=1; a size of -1 is the rest. Where it is left
+        out each of as many devices as divide the batch has a whole model. A run goes on with any other mesh.
     """
 
     config: Path | None = None
     out: Path | None = None
     resume: bool = False
     overwrite: bool = False
+    mesh: str | None = None
 
 
 @dataclasses.dataclass
@@ -91,6 +95,7 @@ class _Evaluate:
       step: Checkpoint: best (lowest validation loss), last, or a number.
       batch_size: Windows at once; changes the speed only.
       beams: For an encoder_decoder, the error rates of a search too.
+      mesh: As for train.
       json: Print one JSON object.
     """
 
@@ -99,6 +104,7 @@ class _Evaluate:
     step: str = "best"
     batch_size: int = 64
     beams: int | None = None
+    mesh: str | None = None
     json: bool = False
 
 
@@ -191,6 +197,7 @@ def _train(args: list[str]) -> int:
         raise ConfigError("--resume needs --out RUN: the folder of the run to go on with")
     if where.resume and where.overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
+    mesh = None if where.mesh is None else parse_mesh(where.mesh)
     default = Config() if where.config is None else load_config(where.config)
     if where.resume and where.config is None:
         default = stored_config(where.out, _note)
@@ -203,12 +210,10 @@ def _train(args: list[str]) -> int:
 
     counts = compile_cache.enable()
     try:
-        loop.train(config, out, resume=where.resume, overwrite=where.overwrite)
+        loop.train(config, out, resume=where.resume, overwrite=where.overwrite, mesh=mesh)
     except loop.Interrupted as interrupted:
-        print(
-            f"\n{interrupted}: saved; go on with: transformer-jax train --out {shlex.quote(str(out))} --resume",
-            flush=True,
-        )
+        again = ["transformer-jax", "train", "--out", str(out), "--resume"] + (["--mesh", where.mesh] if mesh else [])
+        print(f"\n{interrupted}: saved; go on with: {shlex.join(again)}", flush=True)
         return 128 + interrupted.signum
     cache = "off" if counts is None else ", ".join(f"{counts[name]} {name}" for name in ("hits", "misses"))
     print(f"took       {time.monotonic() - started:.1f} s in all; compile cache: {cache}")
@@ -289,13 +294,14 @@ def _evaluate(args: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.split not in SPLITS:
         raise ConfigError(unknown("split", options.split, SPLITS))
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
     from transformer_jax import compile_cache
     from transformer_jax.training.evaluate import evaluate_run
     from transformer_jax.training.runs import load_run
 
     compile_cache.enable()
     run = load_run(options.run, options.step, _note)
-    figures = evaluate_run(run, options.split, options.batch_size, options.beams)
+    figures = evaluate_run(run, options.split, options.batch_size, options.beams, mesh)
     print(json.dumps(figures) if options.json else _table(figures))
     return 0
 

@@ -159,6 +159,9 @@ def test_mesh_axes_have_to_divide(monkeypatch):
                 kernels.choose("tpu", [], **PLAIN, sizes=sizes, platform="tpu")
         even = {"batch": 8, "heads": 4, "kv_heads": 2}
         assert kernels.choose("auto", [], **PLAIN, sizes=even, platform="tpu")[0] == "tpu"
+    with nn.logical_axis_rules((("length", "tensor"),)):
+        _, reason = kernels.choose("auto", [], **PLAIN, sizes={}, platform="tpu")
+        assert reason == "the rules cut sequences into 2 parts, and fused kernels need them whole"
 
 
 def test_what_cudnn_is_told(monkeypatch):

@@ -20,6 +20,7 @@ from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxE
 from transformer_jax.training import loop, runs
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.metrics import read_metrics
+from transformer_jax.training.sharding import default_placement
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -29,8 +30,7 @@ def with_train(config, **fields):
 
 
 def full_state(out, config):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return runs.open_newest(runs.RunFolder(out), sharding)
+    return runs.open_newest(runs.RunFolder(out), default_placement(1))
 
 
 def records(out):

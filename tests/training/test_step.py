@@ -1,10 +1,5 @@
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +8,16 @@ import optax
 import pytest
 
 from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig
-from transformer_jax.config import resolve, to_dict
-from transformer_jax.training import loop
-from transformer_jax.training.step import all_finite, compile_train_step, eval_step, init_state, train_step
+from transformer_jax.config import resolve
+from transformer_jax.training.sharding import default_placement
+from transformer_jax.training.step import (
+    all_finite,
+    compile_train_step,
+    create_state,
+    eval_step,
+    init_state,
+    train_step,
+)
 
 
 def config_of(model=None, train=None, **optim):
@@ -169,74 +171,10 @@ def test_all_finite():
 
 def test_state_is_donated():
     config = config_of()
-    state = jax.jit(partial(init_state, config))()
-    compile_train_step(config)(state, batch_of())
+    placement = default_placement(1)
+    state = create_state(config, placement)
+    compile_train_step(config, state, placement)(state, batch_of())
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
-
-
-EIGHT = """
-import json, sys
-from functools import partial
-import jax, numpy as np
-sys.path.insert(0, sys.argv[1])
-from test_step import batch_of, config_of
-from transformer_jax.training import sharding
-from transformer_jax.training.step import compile_train_step, init_state
-
-results = {}
-for shape in ((1, 1, 1), (8, 1, 1), (2, 2, 2)):
-    for accumulate in (1, 2):
-        if shape == (8, 1, 1) and accumulate == 2:
-            continue
-        config = config_of({"dropout": 0.3}, {"accumulate": accumulate}, eps=1e-3)
-        devices = jax.devices()[: int(np.prod(shape))]
-        place = sharding.placement(devices, shape)
-        with place.use():
-            state = jax.jit(partial(init_state, config), out_shardings=place.replicated)()
-            step = compile_train_step(config, out_shardings=(place.replicated, place.replicated))
-            losses = []
-            for i in range(3):
-                state, metrics = step(state, place.place(batch_of(i)))
-                losses.append(float(metrics["loss"]))
-            norm = float(sum((x.astype("float64") ** 2).sum() for x in map(np.asarray, jax.tree.leaves(state.params))))
-            results[f"{shape} {accumulate}"] = losses + [norm]
-assert sharding.default_placement(12).mesh.shape["data"] == 4
-
-# A whole run, to its sample, that goes on with one device.
-from pathlib import Path
-from test_loop import with_train
-from transformer_jax.config import from_dict
-from transformer_jax.training import loop
-config, out = from_dict(json.loads(sys.argv[2])), Path(sys.argv[3])
-loop.train(with_train(config, steps=10), out)
-print(json.dumps(results))
-"""
-
-
-@pytest.mark.slow
-def test_same_numbers_on_eight_devices(tiny_config, trained, tmp_path):
-    """Dropout on, very unequal padding: a mesh changes nothing but rounding. A batch of 12 on 8 devices uses 4."""
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"}
-    arguments = [str(Path(__file__).parent), json.dumps(to_dict(tiny_config)), str(tmp_path / "run")]
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "4 x cpu (cpu, 4 of 8 unused)" in done.stdout
-    results = json.loads(done.stdout.splitlines()[-1])
-    for accumulate in (1, 2):
-        reference = results[f"(1, 1, 1) {accumulate}"]
-        for name, figures in results.items():
-            if name.endswith(str(accumulate)):
-                assert figures == pytest.approx(reference, rel=1e-5), name
-    loop.train(tiny_config, tmp_path / "run", resume=True)
-    here, there = (json.loads((out / "summary.json").read_text()) for out in (tmp_path / "run", trained))
-    assert here["val_loss"] == pytest.approx(there["val_loss"], rel=1e-5)
 
 
 def test_fields_of_the_config_reach_the_step():

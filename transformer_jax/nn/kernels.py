@@ -5,7 +5,6 @@ attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`; "tpu" is the splash
 """
 
 from collections.abc import Collection, Mapping
-from math import prod
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from transformer_jax.checks import unknown
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import ConfigError
+from transformer_jax.nn.axes import parts
 from transformer_jax.nn.masks import IndexMask
 
 SUPPORT: dict[str, dict[str, bool]] = {
@@ -145,12 +145,11 @@ def _obstacle(
 
 def _mesh_obstacle(sizes: Mapping[str, int]) -> str | None:
     """Why each device cannot compute rows and heads of its own on the current mesh, or None."""
-    mesh = jax.sharding.get_abstract_mesh()
     for name, size in sizes.items():
-        (axes,) = nn.logical_to_mesh_axes((name,)) or (None,)
-        parts = prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-        if size % parts:
-            return f"{size} {name} do not divide into {parts} parts of the mesh"
+        if size % parts(name):
+            return f"{size} {name} do not divide into {parts(name)} parts of the mesh"
+    if parts("length") > 1:
+        return f"the rules cut sequences into {parts('length')} parts, and fused kernels need them whole"
     return None
 
 

@@ -203,7 +203,8 @@ class Embedding(nn.Module):
 
         The rows are cast after they are read, so that their gradients add up in float32.
         """
-        return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(dtype)
+        table = constrain(self.embedding, "vocab", "embed")
+        return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
 
 
 class Head(nn.Module):

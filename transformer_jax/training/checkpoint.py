@@ -229,9 +229,10 @@ def kept_steps(losses: Mapping[int, float | None], keep: int) -> set[int]:
     return kept if best is None else kept | {best}
 
 
-def like(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Describes a tree of arrays for `Checkpoints.restore`, all with one sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def like(tree: Any, shardings: Any) -> Any:
+    """Describes a tree of arrays for `Checkpoints.restore`, by a tree of shardings, or one for all."""
+    shardings = jax.tree.broadcast(shardings, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def digests(tree: Any) -> dict[str, str]:

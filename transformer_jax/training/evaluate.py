@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformer_jax.errors import ConfigError, DataError
 from transformer_jax.nn import create_model
 from transformer_jax.training.error_rates import ErrorCounts, measure_errors
 from transformer_jax.training.runs import Run
-from transformer_jax.training.sharding import Placement, default_placement
+from transformer_jax.training.sharding import Placement, check_model, default_placement, mesh_placement
 from transformer_jax.training.step import eval_step
 
 BATCH_SIZE = 64
@@ -66,7 +66,7 @@ class Evaluator:
     """
 
     def __init__(self, config: Config, placement: Placement, batch_size: int = BATCH_SIZE) -> None:
-        self.rows = batch_size + -batch_size % placement.mesh.size
+        self.rows = batch_size + -batch_size % placement.parts("batch")
         self._placement = placement
         self._step = jax.jit(partial(eval_step, in_float32(config)))
 
@@ -88,7 +88,9 @@ def in_float32(config: Config) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int | None = None) -> dict[str, Any]:
+def evaluate_run(
+    run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int | None = None, mesh: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """The figures of a trained model on one part of its data.
 
     Args:
@@ -96,6 +98,7 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int 
       split: A name of `data.batches.SPLITS`.
       batch_size: Windows or pairs at once.
       beams: For an encoder-decoder, of a search beside the greedy answers; None is greedy only.
+      mesh: As for `train`; None is data parallel over as many devices as divide the batch.
 
     Returns:
       split, step, unit ("character" or "symbol"), targets and what is counted as one, loss (nats per target), bits and
@@ -103,7 +106,7 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int 
       For an encoder masked_accuracy. For an encoder-decoder `error_figures`, and with beams the same under "beam".
 
     Raises:
-      ConfigError: For beams where nothing is searched, or fewer than 1.
+      ConfigError: For beams where nothing is searched, or fewer than 1, and for a mesh that does not fit.
       DataError: If the data are missing, or no longer those the model was trained on.
     """
     paired = run.config.model.architecture == "encoder_decoder"
@@ -111,15 +114,16 @@ def evaluate_run(run: Run, split: str, batch_size: int = BATCH_SIZE, beams: int 
         raise ConfigError(f"beams {beams} are for an encoder_decoder, and this run is {run.config.model.architecture}")
     if beams is not None and beams < 1:
         raise ConfigError(f"beams must be at least 1, got {beams}")
+    placement = default_placement(batch_size) if mesh is None else mesh_placement(mesh)
+    check_model(run.config.model, placement)
     corpus = load_corpus(run.config)
     if corpus.sha256 != run.corpus["sha256"]:
         raise DataError(
             f"the data {run.corpus['name']} have changed since the run was trained: their SHA-256 was "
             f"{run.corpus['sha256'][:12]} and is {corpus.sha256[:12]}; put the old ones back"
         )
-    placement = default_placement(batch_size)
     with placement.use():
-        params = jax.device_put(run.params, placement.replicated)
+        params = jax.device_put(run.params, placement.shardings(run.params))
         evaluator = Evaluator(run.config, placement, batch_size)
         sums = evaluator.measure(params, corpus.evaluation(split, evaluator.rows))
         figures = {

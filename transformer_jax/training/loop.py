@@ -7,9 +7,8 @@ import platform
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformer_jax.training.evaluate import Evaluator, bits, task_figures
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.optim import with_rates
 from transformer_jax.training.samples import sample_text
-from transformer_jax.training.step import TrainState, all_finite, compile_train_step, init_state
+from transformer_jax.training.step import TrainState, all_finite, compile_train_step, create_state
 
 MAY_CHANGE = (
     "data.path",
@@ -93,7 +92,15 @@ class _Session:
     terminal: Terminal
 
 
-def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+def train(
+    config: Config,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    mesh: Mapping[str, int] | None = None,
+    rules: sharding.Rules = (),
+) -> dict[str, Any]:
     """Trains a model, from the start or from its newest good checkpoint.
 
     Args:
@@ -101,6 +108,9 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
       out: The run's folder.
       resume: Go on with the run that is there.
       overwrite: Replace the run that is there.
+      mesh: Sizes of the axes data, fsdp and tensor over all devices; -1 is the rest. None is data parallel over as many
+        devices as divide the rows of a step. No part of what the run means: it goes on with any other.
+      rules: Which mesh axes split which named axes, in place of those in `sharding.RULES`.
 
     Returns:
       The summary that is also written to the run's folder.
@@ -114,7 +124,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     if not resume:
         runs.check_new(out, overwrite=overwrite)
     terminal = Terminal()
-    placement = sharding.default_placement(config.train.batch_size // config.train.accumulate)
+    placement = sharding.find_placement(config, mesh, rules)
     terminal.say(f"device     {sharding.describe(placement)}")
     corpus = load_corpus(config)
     terminal.say(f"data       {corpus.name}: {corpus.size}, SHA-256 {corpus.sha256[:12]}")
@@ -123,7 +133,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
             terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
         if resume:
             run = runs.RunFolder(out)
-            metadata, state, skipped = runs.open_newest(run, placement.replicated)
+            metadata, state, skipped = runs.open_newest(run, placement)
             for line in skipped:
                 terminal.say(f"skipped    {line}")
             config = check_resumable(config, metadata, corpus)
@@ -135,7 +145,7 @@ def train(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         else:
             config = _resolved(config, corpus)
             run = runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
-            state = jax.jit(partial(init_state, config), out_shardings=placement.replicated)()
+            state = create_state(config, placement)
             examples, seconds = 0, 0.0
         session = _Session(config, corpus, run, placement, Evaluator(config, placement), terminal)
         terminal.say(f"model      {config.model.architecture}, {state.num_parameters:,} parameters")
@@ -184,7 +194,7 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
     training, evaluator = corpus.training(settings.seed), session.evaluator
     step = int(state.step)
     clock = Clock(seconds)
-    steps = _CompiledSteps(session, clock)
+    steps = _CompiledSteps(session, clock, state)
 
     def save(val_loss: float | None) -> None:
         if not all_finite(state):
@@ -237,15 +247,11 @@ class _CompiledSteps:
     Args:
       session: Of the run.
       clock: Runs while training does.
+      state: Lies as all states of the run do.
     """
 
-    def __init__(self, session: _Session, clock: Clock) -> None:
-        placement = session.placement
-        self._step = compile_train_step(
-            session.config,
-            in_shardings=(placement.replicated, placement.rows),
-            out_shardings=(placement.replicated, placement.replicated),
-        )
+    def __init__(self, session: _Session, clock: Clock, state: TrainState) -> None:
+        self._step = compile_train_step(session.config, state, session.placement)
         self._terminal, self._clock = session.terminal, clock
         self._compiled: dict[tuple[int, ...], Any] = {}
 
@@ -342,7 +348,7 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
     step, best = int(state.step), run.checkpoints.best()
     best_loss = losses["validation"]
     if best not in (None, step):
-        best_params = jax.device_put(runs.load_run(run.path, best, terminal.say).params, session.placement.replicated)
+        best_params = runs.load_run(run.path, best, terminal.say, session.placement).params
         best_loss = evaluator.loss(best_params, corpus.evaluation("validation", evaluator.rows))
     task = task_figures(config, params, corpus, "validation", sums["validation"])
     task.pop("loss_by_position", None)

@@ -16,7 +16,7 @@ from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, like
 from transformer_jax.training.metrics import write_whole
-from transformer_jax.training.sharding import find_devices
+from transformer_jax.training.sharding import Placement, find_devices
 from transformer_jax.training.step import TrainState, init_state
 
 
@@ -155,18 +155,29 @@ def abstract_state(config: Config) -> TrainState:
     return jax.eval_shape(partial(init_state, config))
 
 
-def open_newest(run: RunFolder, sharding: jax.sharding.Sharding) -> tuple[Metadata, TrainState, list[str]]:
-    """The newest checkpoint that can be read, for going on; see `Checkpoints.newest`."""
-    return run.checkpoints.newest(lambda metadata: like(abstract_state(metadata.config), sharding))
+def open_newest(run: RunFolder, placement: Placement) -> tuple[Metadata, TrainState, list[str]]:
+    """The newest checkpoint that can be read, for going on, wherever it was written; see `Checkpoints.newest`."""
+
+    def whole(metadata: Metadata) -> TrainState:
+        state = abstract_state(metadata.config)
+        return like(state, placement.shardings(state))
+
+    return run.checkpoints.newest(whole)
 
 
-def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Callable[[str], None] = print) -> Run:
+def load_run(
+    path: str | os.PathLike[str],
+    step: int | str = "best",
+    report: Callable[[str], None] = print,
+    placement: Placement | None = None,
+) -> Run:
     """Loads a model for use; a folder with checkpoints alone is enough.
 
     Args:
       path: Of the run.
       step: "best" (lowest validation loss), "last", or a number.
       report: Told of checkpoints that had to be skipped.
+      placement: Where the parameters are to lie; None is one device. It need not be where they were trained.
 
     Raises:
       CheckpointError: If there is no such run or step, or it is damaged.
@@ -177,12 +188,12 @@ def load_run(path: str | os.PathLike[str], step: int | str = "best", report: Cal
     checkpoints = folder.checkpoints
     if not checkpoints.steps():
         raise CheckpointError(f"no checkpoint in {path}: it holds no run, or the run wrote nothing yet")
-    sharding = jax.sharding.SingleDeviceSharding(find_devices()[0])
+    device = jax.sharding.SingleDeviceSharding(find_devices()[0])
 
     def part(metadata: Metadata) -> dict[str, Any]:
         state = abstract_state(metadata.config)
-        name = "params" if state.average is None else "average"
-        return {name: like(getattr(state, name), sharding)}
+        name, params = "params" if state.average is None else "average", state.eval_params
+        return {name: like(params, device if placement is None else placement.shardings(params))}
 
     if step == "best":
         best = checkpoints.best()

@@ -12,6 +12,7 @@ from transformer_jax.config import Config
 from transformer_jax.nn import EncoderDecoder, create_model
 from transformer_jax.training.losses import cross_entropy, mean
 from transformer_jax.training.optim import learning_rate, make_optimizer
+from transformer_jax.training.sharding import Placement
 
 Metrics = dict[str, jax.Array]
 
@@ -58,6 +59,12 @@ def init_state(config: Config) -> TrainState:
         # A copy: donated states must not hold one buffer twice.
         average=None if config.train.average_decay is None else jax.tree.map(jnp.copy, params),
     )
+
+
+def create_state(config: Config, placement: Placement) -> TrainState:
+    """`init_state`, made where it is to lie: no device ever holds more than its part."""
+    make = partial(init_state, config)
+    return jax.jit(make, out_shardings=placement.shardings(jax.eval_shape(make)))()
 
 
 def predict(config: Config, params: Any, batch: dict[str, jax.Array], **kwargs: Any) -> jax.Array:
@@ -147,6 +154,15 @@ def all_finite(state: TrainState) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]).all()
 
 
-def compile_train_step(config: Config, **jit_options: Any) -> Any:
-    """`train_step` under jit, with its state donated."""
-    return jax.jit(partial(train_step, config), donate_argnums=0, **jit_options)
+def compile_train_step(config: Config, state: TrainState, placement: Placement) -> Any:
+    """`train_step` under jit, from state and global batch as they lie to a state that lies the same.
+
+    The state is donated.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(
+        partial(train_step, config),
+        in_shardings=(shardings, placement.rows),
+        out_shardings=(shardings, placement.replicated),
+        donate_argnums=0,
+    )
