@@ -29,7 +29,8 @@ def one_at_a_time(row):
         ids[0, : len(row)] = row
         log_probs = np.array(LOOK(ids, np.arange(CONTEXT)[None] < len(row)))[0, : len(row)]
         log_probs[:, GAP] = -np.inf
-        place = np.where(row == GAP, log_probs.max(-1), -np.inf).argmax()
+        certainty = np.where(row == GAP, log_probs.max(-1), -np.inf)
+        place = (certainty >= certainty.max() - 1e-4).argmax()  # of equals, as in a row of gaps alone, the first
         row[place], given[place] = log_probs[place].argmax(), log_probs[place].max()
         order.append(int(place))
     return row, given, order

@@ -22,6 +22,10 @@ from transformer_jax.generation.settings import (
 )
 from transformer_jax.nn import Transformer
 
+_EQUAL = 1e-4
+"""Nats by which certainties differ where rounding alone may decide, as in a row of nothing but gaps: the first of such
+places is filled, on every machine and in every batch."""
+
 
 @flax.struct.dataclass
 class _Loop:
@@ -129,7 +133,8 @@ def _fill(
         log_probs = jax.nn.log_softmax(logits)
         allowed = jnp.where(jnp.arange(logits.shape[-1])[None, None, :] == gap, -jnp.inf, log_probs)
         certainty = jnp.where(loop.missing, jnp.max(allowed, axis=-1), -jnp.inf)
-        place = jnp.argmax(certainty, axis=1)
+        best = jnp.max(certainty, axis=1, keepdims=True)
+        place = jnp.argmax(certainty >= best - _EQUAL, axis=1)
         now = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.filled)
         allowed = allowed[rows, place]
         symbol = draw(now, allowed, jnp.zeros(allowed.shape, bool), filters)
@@ -143,4 +148,5 @@ def _fill(
         )
 
     start = _Loop(ids, valid & (ids == gap), jnp.zeros(ids.shape), jnp.int32(0), jnp.bool_(True))
-    return jax.lax.while_loop(lambda loop: jnp.any(loop.missing), step, start)
+    # Where logits mean nothing no place is the most certain, and none would be filled.
+    return jax.lax.while_loop(lambda loop: jnp.any(loop.missing) & loop.finite, step, start)
