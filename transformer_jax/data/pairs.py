@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class Rows:
         """From a list of rows."""
         return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [N]."""
         return np.diff(self.starts)
@@ -121,12 +121,12 @@ class PairCorpus:
         symbols = f"{len(self.source_vocab.symbols)} and {len(self.vocab.symbols)} symbols"
         return f"{len(self.groups) - 1:,} sources, {len(self.targets.lengths):,} pairs, {symbols}"
 
-    @property
+    @cached_property
     def shortest(self) -> int:
         """Length of the shortest training batches."""
         return int(self.widths(self.split("train")).min())
 
-    @property
+    @cached_property
     def symbols_per_example(self) -> float:
         """Target symbols of a training example, with the end, on average."""
         return float(np.mean(self.targets.lengths[self.split("train")]) + 1)
