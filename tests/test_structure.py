@@ -33,9 +33,11 @@ ROOMS = [
     ["training.evaluate", "training.samples"],
     ["training.loop"],
     ["config_files"],
+    ["commands"],
     ["cli"],
 ]
 INSIDE = {
+    "commands": ["terminal", "overrides", "train", "sample", "evaluate", "inspect"],
     "inspection": ["diagram", "figures", "terminal", "svg", "command"],
     "nn": [
         "inputs",

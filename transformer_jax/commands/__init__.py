@@ -1,0 +1,1 @@
+"""The commands: a file for each, with its options and what it does; they load what is slow only when they run."""
