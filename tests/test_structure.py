@@ -17,6 +17,7 @@ PACKAGE = ROOT / "transformer_jax"
 ROOMS = [
     ["errors"],
     ["checks"],
+    ["output"],
     ["config"],
     ["presets"],
     ["nn"],
@@ -32,12 +33,14 @@ ROOMS = [
     ["training.error_rates"],
     ["training.evaluate", "training.samples"],
     ["training.loop"],
+    ["planning"],
     ["config_files"],
     ["commands"],
     ["cli"],
 ]
 INSIDE = {
-    "commands": ["terminal", "overrides", "train", "sample", "evaluate", "inspect"],
+    "planning": ["chips", "hlo", "plan", "child", "search", "show"],
+    "commands": ["terminal", "overrides", "train", "sample", "evaluate", "inspect", "plan"],
     "inspection": ["diagram", "figures", "terminal", "svg", "command"],
     "nn": [
         "inputs",

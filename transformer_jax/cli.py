@@ -4,10 +4,10 @@ import os
 import sys
 
 from transformer_jax.checks import unknown
-from transformer_jax.commands import evaluate, inspect, sample, train
+from transformer_jax.commands import evaluate, inspect, plan, sample, train
 from transformer_jax.errors import ConfigError, TransformerJaxError
 
-COMMANDS = {"train": train, "sample": sample, "evaluate": evaluate, "inspect": inspect}
+COMMANDS = {"train": train, "sample": sample, "evaluate": evaluate, "inspect": inspect, "plan": plan}
 """Modules with `Options`, whose first line says what the command does, and `run(args) -> status`."""
 
 _USAGE_STATUS = 2

@@ -235,6 +235,25 @@ PRESETS: dict[str, Preset] = {
             train=TrainConfig(steps=20_000, batch_size=512),
         ),
     ),
+    "llama_7b": Preset(
+        "Touvron et al. 2023, table 2, the smallest: 6.7 billion parameters, for slices and clusters.",
+        Config(
+            model=ModelConfig(
+                vocab_size=32_000,
+                context=2_048,
+                d_model=4_096,
+                num_heads=32,
+                num_layers=32,
+                d_ff=11_008,
+                qk_norm=False,
+                compute_dtype="bfloat16",
+            ),
+            optim=OptimConfig(
+                optimizer="adamw", learning_rate=3e-4, weight_decay=0.1, warmup_steps=2_000, final_fraction=0.1
+            ),
+            train=TrainConfig(steps=250_000, batch_size=2_048, average_decay=None),
+        ),
+    ),
 }
 """By name."""
 

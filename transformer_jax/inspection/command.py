@@ -7,15 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from transformer_jax.config import Config, ModelConfig, differences
 from transformer_jax.errors import ConfigError
 from transformer_jax.inspection import svg, terminal
 from transformer_jax.inspection.diagram import diagram
 from transformer_jax.inspection.figures import Figures, changed, different_parameters, figures, idle_fields
 from transformer_jax.nn import kernels
+from transformer_jax.output import Output
 from transformer_jax.presets import PRESETS
 
 TINY_SHAKESPEARE = 65
@@ -106,9 +104,9 @@ def _to_dict(names: list[str], configs: list[Config], found: list[Figures]) -> d
 
 
 def _show_one(name: str, model: ModelConfig, found: Figures) -> None:
-    out = _Output()
+    out = Output(_PIPED_WIDTH)
     out.say(f"{name}: {PRESETS[name].text if name in PRESETS else model.architecture}")
-    out.drawing(terminal.render(diagram(model), out.width))
+    out.drawing(terminal.render(diagram(model), out.width), terminal.to_ascii)
     rows = [(p.path, f"{p.dtype}{_shape(p.shape)}", p.count) for p in found.parameters]
     out.table(["parameter", "type and shape", "count"], rows)
     out.table(["in all", ""], [(figure, *values) for figure, values in _totals([found]).items()])
@@ -121,7 +119,7 @@ def _show_one(name: str, model: ModelConfig, found: Figures) -> None:
 
 
 def _show_two(names: list[str], configs: list[Config], found: list[Figures]) -> None:
-    out = _Output()
+    out = Output(_PIPED_WIDTH)
     rows = [(field, *_effective(field, values, configs)) for field, values in differences(*configs).items()]
     rows = [row for row in rows if set(row[1:]) != {"-"}]
     out.table(["field", *names], rows) if rows else out.say("the configs do not differ")
@@ -159,34 +157,3 @@ def _how_counted(models: Sequence[ModelConfig]) -> str:
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-class _Output:
-    """The terminal; or a file or another program, for which nothing is wrapped or cut off."""
-
-    def __init__(self) -> None:
-        console = Console(highlight=False, emoji=False, markup=False)
-        self.width = console.width if console.is_terminal else _PIPED_WIDTH
-        self._console = console if console.is_terminal else Console(file=console.file, markup=False, width=10_000)
-
-    def say(self, text: str) -> None:
-        """Prints a paragraph."""
-        self._console.print(f"{text}\n")
-
-    def drawing(self, text: str) -> None:
-        """Prints lines as they are, or in plainer characters where the output has no others."""
-        try:
-            text.encode(self._console.encoding)
-        except UnicodeEncodeError:
-            text = terminal.to_ascii(text)
-        self._console.out(f"{text}\n", highlight=False)
-
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Prints a table; numbers stand at the right of their columns."""
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for header, cell in zip(headers, rows[0], strict=True):
-            table.add_column(header, justify="left" if isinstance(cell, str) else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*(cell if isinstance(cell, str) else f"{cell:,.0f}" for cell in row))
-        self._console.print(table)
-        self._console.print()

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.checks import unknown
@@ -116,20 +117,23 @@ class Placement:
             yield
 
 
-def find_placement(config: Config, mesh: Mapping[str, int] | None = None, rules: Rules = ()) -> Placement:
+def find_placement(
+    config: Config, mesh: Mapping[str, int] | None = None, rules: Rules = (), devices: Sequence[Any] | None = None
+) -> Placement:
     """Where a training run lies.
 
     Args:
       config: Of the run.
       mesh: Sizes of the axes, as for `mesh_shape`; None is data parallel over as many devices as divide the rows.
       rules: Pairs of a named axis and the mesh axes that split it, in place of those in `RULES`.
+      devices: Real or described ones; None is what JAX sees.
 
     Raises:
       ConfigError: If the mesh is not one of these devices, or batch or model do not divide.
     """
     train = config.train
     rows = train.batch_size // train.accumulate
-    place = default_placement(rows, rules) if mesh is None else mesh_placement(mesh, rules)
+    place = default_placement(rows, rules, devices) if mesh is None else mesh_placement(mesh, rules, devices)
     if rows % place.parts("batch"):
         raise ConfigError(
             f"train.batch_size {train.batch_size} over train.accumulate {train.accumulate} is {rows} rows at a time, "
@@ -139,28 +143,31 @@ def find_placement(config: Config, mesh: Mapping[str, int] | None = None, rules:
     return place
 
 
-def default_placement(rows: int, rules: Rules = ()) -> Placement:
+def default_placement(rows: int, rules: Rules = (), devices: Sequence[Any] | None = None) -> Placement:
     """Data parallel over as many of the devices as divide the rows of one step.
 
     Args:
       rows: Windows computed at once: the batch over its accumulation steps.
       rules: As for `find_placement`.
+      devices: Likewise.
     """
-    devices = find_devices()
+    devices = find_devices() if devices is None else devices
     count = math.gcd(rows, len(devices))
     return placement(devices[:count], (count, 1, 1), rules)
 
 
-def mesh_placement(mesh: Mapping[str, int], rules: Rules = ()) -> Placement:
+def mesh_placement(mesh: Mapping[str, int], rules: Rules = (), devices: Sequence[Any] | None = None) -> Placement:
     """A mesh of these sizes over all devices, as `mesh_shape` has it."""
-    devices = find_devices()
+    devices = find_devices() if devices is None else devices
     return placement(devices, mesh_shape(mesh, len(devices)), rules)
 
 
 def placement(devices: Sequence[Any], shape: tuple[int, int, int], rules: Rules = ()) -> Placement:
     """A mesh of that shape over the devices."""
-    mesh = jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-    return Placement(mesh, complete_rules(rules))
+    # Neighbours on a TPU's torus become neighbours on the mesh. Not every shape follows the sides of the torus: 8 x 8
+    # on 4 x 4 x 4 has to split one, and `jax.make_mesh` would refuse it.
+    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Placement(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3), complete_rules(rules))
 
 
 def complete_rules(rules: Rules) -> Rules:

@@ -1,0 +1,1 @@
+"""What a training step takes on devices one does not have: memory, communication and time, before anything is run."""
