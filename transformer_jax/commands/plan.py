@@ -53,16 +53,18 @@ def run(args: list[str]) -> int:
         from transformer_jax.planning.show import show, to_dict
 
         print(json.dumps(to_dict(plan))) if options.json else show(plan)
-        return 0 if plan.compiled is not None else 1
+        return 0 if plan.fits else 1
     from transformer_jax.planning.search import search
     from transformer_jax.planning.show import row, show_search, to_dict
 
-    plans = search(config, options.topology, lambda plan: note("  ".join(row(plan))))
+    plans = search(
+        config, options.topology, lambda found: note(found if isinstance(found, str) else "  ".join(row(found)))
+    )
     if options.json:
         print("\n".join(json.dumps(to_dict(plan)) for plan in plans))
     else:
         show_search(plans)
-    return 0 if plans[0].compiled is not None else 1
+    return 0 if plans[0].fits else 1
 
 
 def _with_symbols(config: Config) -> Config:

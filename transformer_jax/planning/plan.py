@@ -99,9 +99,9 @@ class Plan:
       logits: Bytes of the logits of one piece.
       flops: Products that one step needs, over all devices; causal attention needs half of its scores.
       warnings: What a rule leaves whole, and costs.
-      compiled: None where it was not compiled, or does not fit.
+      compiled: None where it was not compiled, or the compiler found no room.
       memory: Bytes that a device has; None where that is not known.
-      needed: Bytes that the compiler asked for, where it does not fit; infinite where it did not say.
+      needed: Bytes that it takes, where it does not fit; infinite where the compiler did not say.
       seconds: Of one step, as `estimate_seconds` has it.
       utilisation: `flops` over what all devices could have done in that time.
       remat: Whether the backward pass computes layers again.
@@ -132,6 +132,11 @@ class Plan:
     def devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(self.mesh.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler made a program, and all of it has room. It looks at temporaries alone."""
+        return self.compiled is not None and self.needed is None
 
     @property
     def state(self) -> int:
@@ -199,6 +204,8 @@ def make_plan(
     plan = dataclasses.replace(plan, compiled=found)
     if chip is None:
         return plan
+    if found.total > chip.memory:
+        plan = dataclasses.replace(plan, needed=found.total)
     seconds = estimate_seconds(found, chip, topology)
     return dataclasses.replace(
         plan, seconds=seconds, utilisation=plan.flops / (seconds * chip.flops * placement.mesh.size)

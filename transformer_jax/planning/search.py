@@ -16,7 +16,7 @@ _MOST_TENSOR = 8
 _ROWS = sorted({2**power * odd for power in range(11) for odd in (1, 3)})
 
 
-def search(config: Config, topology: str, report: Callable[[Plan], None]) -> list[Plan]:
+def search(config: Config, topology: str, report: Callable[[Plan | str], None]) -> list[Plan]:
     """Looks for the setting with the highest estimated utilisation.
 
     For each mesh, with and without remat, it compiles the largest batch that should fit, and smaller or larger ones as
@@ -25,7 +25,7 @@ def search(config: Config, topology: str, report: Callable[[Plan], None]) -> lis
     Args:
       config: Resolved.
       topology: Of the slice.
-      report: Told of each plan as it is made.
+      report: Told of each plan as it is made, and why a mesh has none.
 
     Returns:
       All plans, the best first; those that do not fit at the end.
@@ -34,7 +34,6 @@ def search(config: Config, topology: str, report: Callable[[Plan], None]) -> lis
       ConfigError: If nothing divides, with what the first mesh said.
     """
     found: list[Plan] = []
-    refused: list[str] = []
     for mesh in meshes(chips.count_devices(topology)):
         for remat in (False, True):
             if remat and config.model.recurrent:
@@ -44,10 +43,11 @@ def search(config: Config, topology: str, report: Callable[[Plan], None]) -> lis
                     report(plan)
                     found.append(plan)
             except TransformerJaxError as error:  # it does not divide, or the compiler died
-                refused.append(str(error))
+                refused = f"{','.join(f'{name}={size}' for name, size in mesh.items())}: {error}"
+                report(refused)
     if not found:
-        raise ConfigError(f"no mesh of {topology} works: {refused[0]}")
-    return sorted(found, key=lambda plan: (plan.compiled is None, -(plan.utilisation or 0.0)))
+        raise ConfigError(f"no mesh of {topology} works; the last was {refused}")
+    return sorted(found, key=lambda plan: (not plan.fits, -(plan.utilisation or 0.0)))
 
 
 def meshes(devices: int) -> Iterator[dict[str, int]]:
@@ -66,25 +66,19 @@ def _largest(config: Config, mesh: dict[str, int], topology: str) -> Iterator[Pl
     if one.state > one.memory:
         yield dataclasses.replace(one, needed=one.state)
         return
-    fits = [rows for rows in _ROWS if MARGIN * (fixed + rows * each) <= one.memory]
-    rows = fits[-1] if fits else 1
-    best = worst = None
-    while True:
-        plan = plan_elsewhere(_with(config, rows=rows * groups), mesh, topology)
+    likely = [place for place, rows in enumerate(_ROWS) if MARGIN * (fixed + rows * each) <= one.memory]
+    place, tried = max(likely, default=0), set()
+    while 0 <= place < len(_ROWS) and place not in tried:
+        tried.add(place)
+        plan = plan_elsewhere(_with(config, rows=_ROWS[place] * groups), mesh, topology)
         yield plan
-        place = _ROWS.index(rows)
-        if plan.compiled is None:
-            worst = rows
-            place -= 1
-        else:
-            best = rows
+        if plan.fits:
+            each = (plan.compiled.total - fixed) / _ROWS[place]
             place += 1
-            slope = (plan.compiled.total - fixed) / rows
-            if fixed + _ROWS[place] * slope > plan.memory:
+            if place < len(_ROWS) and fixed + each * _ROWS[place] > plan.memory:
                 return
-        if place < 0 or place == len(_ROWS) or _ROWS[place] in (best, worst):
-            return
-        rows = _ROWS[place]
+        else:
+            place -= 1
 
 
 def _with(config: Config, *, rows: int | None = None, remat: bool | None = None) -> Config:

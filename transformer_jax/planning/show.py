@@ -52,10 +52,12 @@ def _compiled(plan: Plan) -> list[str]:
     found = plan.compiled
     lines = [
         f"compiled: arguments of {found.arguments:,} bytes, {_percent(found.arguments, plan.state)} of the state "
-        f"above; temporaries of {found.temporaries:,}, {_percent(found.temporaries, plan.temporaries)} of the gradients, "
-        "activations and twice the logits above"
+        f"above; temporaries of {found.temporaries:,}, {_percent(found.temporaries, plan.temporaries)} of the "
+        "gradients, activations and twice the logits above"
     ]
-    if plan.memory is not None:
+    if not plan.fits:
+        lines.append(_misfit(plan))
+    elif plan.memory is not None:
         lines.append(f"fits: {_gib(found.total)} of {_gib(plan.memory)} on each device")
     if found.unknown_loops:
         lines.append(f"{found.unknown_loops} loops turn an unknown number of times and are counted as one turn")
@@ -81,7 +83,7 @@ def show_search(plans: Sequence[Plan]) -> None:
     out = Output()
     out.table(HEADERS, [row(plan) for plan in plans])
     best = plans[0]
-    if best.compiled is None:
+    if not best.fits:
         out.say("nothing that was tried fits")
     else:
         out.say(
@@ -97,7 +99,7 @@ HEADERS = ("mesh", "rows", "remat", "memory", "seconds", "tokens/s", "utilisatio
 def row(plan: Plan) -> tuple[str, ...]:
     """A plan in a line of a table."""
     start = _mesh(plan.mesh), f"{plan.rows:,}", "yes" if plan.remat else "no"
-    if plan.compiled is None:
+    if not plan.fits:
         return (*start, _misfit(plan), "-", "-", "-")
     used = f"{_gib(plan.compiled.total)} of {_gib(plan.memory)}"
     return (*start, used, f"{plan.seconds:.3f}", f"{plan.tokens / plan.seconds:,.0f}", f"{plan.utilisation:.1%}")
@@ -106,7 +108,7 @@ def row(plan: Plan) -> tuple[str, ...]:
 def to_dict(plan: Plan) -> dict[str, object]:
     """A plan as plain values, with its sums."""
     sums = {name: getattr(plan, name) for name in ("devices", "state", "temporaries")}
-    return dataclasses.asdict(plan) | sums | {"fits": plan.compiled is not None}
+    return dataclasses.asdict(plan) | sums | {"fits": plan.fits}
 
 
 def _misfit(plan: Plan) -> str:
