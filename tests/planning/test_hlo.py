@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (the lines of programs are long)
 """Reading compiled programs: text written for the purpose, and what this machine's compiler makes."""
 
 import jax

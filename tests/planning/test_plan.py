@@ -7,14 +7,17 @@ import sys
 from collections import Counter
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig, cli, preset
 from transformer_jax.config import resolve
 from transformer_jax.errors import ConfigError
 from transformer_jax.planning import child, plan, search
-from transformer_jax.planning.chips import CHIPS, chip_of, count_devices
 from transformer_jax.planning.child import plan_elsewhere
+from transformer_jax.planning.chips import CHIPS, chip_of, count_devices
 from transformer_jax.planning.hlo import Collective, Kernel
+from transformer_jax.training import sharding
+from transformer_jax.training.mesh import MESH_AXES
 
 ROWS, LENGTH, WIDTH, LAYERS, VOCAB = 16, 32, 64, 3, 48
 
@@ -41,6 +44,12 @@ def config_of(**model):
 
 def with_rows(config, rows):
     return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=rows))
+
+
+def shapes(config, **sizes):
+    """A plan without a compiled step, on devices that are only described."""
+    placement = sharding.Placement(AbstractMesh(tuple(sizes.get(axis, 1) for axis in MESH_AXES), MESH_AXES))
+    return plan.make_plan(config, placement, compiles=False)
 
 
 def as_users_compile(monkeypatch):
@@ -76,7 +85,7 @@ def test_what_is_sent(monkeypatch, mesh):
     assert found.compiled.arguments == pytest.approx(found.state + batch, rel=0.001)
 
 
-@pytest.mark.parametrize("architecture", ["encoder_decoder", "lstm", "encoder"])
+@pytest.mark.parametrize("architecture", ["encoder_decoder", "lstm"])
 def test_every_family_can_be_planned(architecture):
     found = plan_elsewhere(config_of(architecture=architecture), {"data": 2, "fsdp": 2})
     assert found.devices == 4
@@ -87,34 +96,34 @@ def test_every_family_can_be_planned(architecture):
 
 
 def test_shapes_without_compiling():
-    whole = plan_elsewhere(config_of(), {"data": 1}, compiles=False)
+    whole = shapes(config_of(), data=1)
     assert whole.compiled is None
     assert whole.parameters == whole.gradients == sum(leaf.bytes for leaf in whole.leaves)
     assert whole.parameters == 4 * sum(math.prod(leaf.shape) for leaf in whole.leaves)
     assert whole.optimizer == pytest.approx(2 * whole.parameters, rel=1e-3)
     assert whole.logits == ROWS * LENGTH * VOCAB * 4
-    split = plan_elsewhere(config_of(), {"data": 2, "fsdp": 4}, compiles=False)
+    split = shapes(config_of(), data=2, fsdp=4)
     assert split.activations * 8 == whole.activations
     assert split.logits * 8 == whole.logits
     up = next(leaf for leaf in split.leaves if leaf.path.endswith("up/kernel"))
     assert (up.shape, up.split, up.parts) == ((LAYERS, WIDTH, 128), "-, fsdp, -", 4)
     assert up.bytes == LAYERS * WIDTH * 128
-    tensor = plan_elsewhere(config_of(), {"tensor": 4}, compiles=False)
+    tensor = shapes(config_of(), tensor=4)
     assert whole.activations / 4 < tensor.activations < whole.activations
     assert tensor.logits * 4 == whole.logits
-    remat = plan_elsewhere(config_of(remat=True), {"data": 1}, compiles=False)
+    remat = shapes(config_of(remat=True), data=1)
     inputs = LAYERS * ROWS * LENGTH * WIDTH * 4  # one for each layer, and a few at the end of the stack
     assert inputs < remat.activations < inputs * 3 < whole.activations
 
 
 def test_large_copies_are_warned_of():
-    found = plan_elsewhere(config_of(positions="learned"), {"fsdp": 2, "tensor": 2}, compiles=False)
+    found = shapes(config_of(positions="learned"), fsdp=2, tensor=2)
     (line,) = [line for line in found.warnings if "position_embedding" in line]
     half = LENGTH * WIDTH * 4 // 2
     assert (
         line == f"position_embedding/embedding [32, 64] is not split by tensor: 2 devices hold the same {half:,} bytes"
     )
-    assert not plan_elsewhere(config_of(positions="learned"), {"fsdp": 4}, compiles=False).warnings
+    assert not shapes(config_of(positions="learned"), fsdp=4).warnings
 
 
 def test_products_of_seven_billion_parameters():

@@ -35,9 +35,7 @@ def plan_elsewhere(
     """
     if topology is None:
         if mesh is None or -1 in mesh.values():
-            raise ConfigError(
-                "a plan needs to know the devices: give all sizes, as in --mesh data=4,fsdp=2, or --topology"
-            )
+            raise ConfigError("a plan has to know the devices: give all sizes, as in data=4,fsdp=2, or a topology")
         check_mesh(mesh)
         count = math.prod(mesh.values())
         devices = {"JAX_NUM_CPU_DEVICES": str(count)}

@@ -166,40 +166,40 @@ def make_plan(
       topology: Its name.
       compiles: Whether to compile the step; without it there are shapes alone.
     """
-    activations, logits = _activations(config, placement)
-    with placement.use():
-        state, batch = abstract_inputs(config, placement)
-        leaves = sorted(_leaves(state.params), key=lambda leaf: -leaf.bytes)
-        parameters = _bytes(state.params)
-        plan = Plan(
-            mesh=dict(placement.mesh.shape),
-            topology=topology,
-            rows=config.train.batch_size,
-            leaves=leaves,
-            parameters=parameters,
-            average=_bytes(state.average),
-            optimizer=_bytes(state.opt_state),
-            # Where a batch is cut into pieces, there are their sum and those of the piece under way.
-            gradients=parameters * (1 if config.train.accumulate == 1 else 2),
-            activations=activations,
-            logits=logits,
-            flops=needed_flops(config),
-            warnings=_warnings(leaves, placement),
-            compiled=None,
-            memory=None if chip is None else chip.memory,
-            needed=None,
-            remat=config.model.remat,
-            tokens=config.train.batch_size * config.model.context,
-        )
-        if not compiles:
-            return plan
-        try:
+    activations, logits = _activations(config, placement, "cpu" if chip is None else "tpu")
+    state, batch = abstract_inputs(config, placement)
+    leaves = sorted(_leaves(state.params), key=lambda leaf: -leaf.bytes)
+    parameters = _bytes(state.params)
+    plan = Plan(
+        mesh=dict(placement.mesh.shape),
+        topology=topology,
+        rows=config.train.batch_size,
+        leaves=leaves,
+        parameters=parameters,
+        average=_bytes(state.average),
+        optimizer=_bytes(state.opt_state),
+        # Where a batch is cut into pieces, there are their sum and those of the piece under way.
+        gradients=parameters * (1 if config.train.accumulate == 1 else 2),
+        activations=activations,
+        logits=logits,
+        flops=needed_flops(config),
+        warnings=_warnings(leaves, placement),
+        compiled=None,
+        memory=None if chip is None else chip.memory,
+        needed=None,
+        remat=config.model.remat,
+        tokens=config.train.batch_size * config.model.context,
+    )
+    if not compiles:
+        return plan
+    try:
+        with placement.use():
             compiled = compile_train_step(config, state, placement).lower(state, batch).compile()
-        except jax.errors.JaxRuntimeError as error:
-            needed = _needed_bytes(str(error))
-            if needed is None:
-                raise ConfigError(f"the compiler gave up: {' '.join(str(error).split())[:300]}") from error
-            return dataclasses.replace(plan, needed=needed)
+    except jax.errors.JaxRuntimeError as error:
+        needed = _needed_bytes(str(error))
+        if needed is None:
+            raise ConfigError(f"the compiler gave up: {' '.join(str(error).split())[:300]}") from error
+        return dataclasses.replace(plan, needed=needed)
     found = read_compiled(config, compiled, placement.mesh.size, chip)
     plan = dataclasses.replace(plan, compiled=found)
     if chip is None:
@@ -328,14 +328,13 @@ def _warnings(leaves: list[Leaf], placement: Placement) -> list[str]:
     return found
 
 
-def _activations(config: Config, placement: Placement) -> tuple[int, int]:
+def _activations(config: Config, placement: Placement, platform: str) -> tuple[int, int]:
     """Bytes on each device of what one piece keeps for the backward pass, and of its logits.
 
     Read off the gradient's program as what grows with the rows. Fused kernels keep no scores.
     """
     model, parts = config.model, placement.parts
     rows = config.train.batch_size // config.train.accumulate // parts("batch")
-    platform = placement.mesh.devices.flatten()[0].platform
     fused = kernels.attends(model) and not kernels.explain(model, platform=platform).startswith("xla")
     total = 0
     for one, two in zip(_kept(config, 1), _kept(config, 2), strict=True):
