@@ -51,7 +51,7 @@ def _compiled(plan: Plan) -> list[str]:
         return [_misfit(plan)]
     found = plan.compiled
     lines = [
-        f"compiled: arguments of {found.arguments:,} bytes, {_percent(found.arguments, plan.state)} of the state "
+        f"compiled: state and batch of {found.arguments:,} bytes, {_percent(found.arguments, plan.state)} of the state "
         f"above; temporaries of {found.temporaries:,}, {_percent(found.temporaries, plan.temporaries)} of the "
         "gradients, activations and twice the logits above"
     ]
