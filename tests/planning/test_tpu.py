@@ -75,7 +75,7 @@ def test_what_does_not_fit():
 
 
 def test_a_layer_costs_what_two_unrolled_depths_say():
-    """The estimate multiplies the body of a loop by its turns. Beside its work a loop has to store what it passes on."""
+    """The estimate multiplies a loop's body by its turns; beside its work a loop has to store what it passes on."""
     fields = {"vocab_size": 128, "context": 256, "d_model": 256, "num_heads": 2, "d_ff": 1_024, "qk_norm": False}
 
     def cycles(layers, unroll):
