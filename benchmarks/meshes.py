@@ -36,12 +36,14 @@ class Case:
 
     Attributes:
       architecture, optimizer, accumulate, remat: Fields of the config.
+      sequence: Whether tensor also splits the residual stream, by its positions.
     """
 
     architecture: str
     optimizer: str
     accumulate: int
     remat: bool
+    sequence: bool = False
 
 
 EVERY = [
@@ -50,10 +52,10 @@ EVERY = [
         ("decoder", "encoder_decoder", "gru"), ("adamw", "muon"), ((1, False), (2, False), (2, True))
     )
     if not (architecture == "gru" and remat)  # recurrent models have no such field
-]
+] + [Case("decoder", "adamw", 1, True, True), Case("encoder_decoder", "muon", 2, False, True)]
 SAMPLE = {
     Case("decoder", "muon", 2, True): MESHES,
-    Case("decoder", "adamw", 1, False): MESHES[3:],
+    Case("decoder", "adamw", 1, True, True): MESHES[3:],
     Case("encoder_decoder", "adamw", 1, False): MESHES[1:],
     Case("encoder_decoder", "muon", 2, False): MESHES[3:],
     Case("gru", "muon", 2, False): (MESHES[1], MESHES[3]),
@@ -108,7 +110,8 @@ def train(case: Case, mesh: str | None) -> tuple[list[float], TrainState]:
     if mesh is None:
         placement = sharding.placement(jax.devices()[:1], (1, 1, 1))
     else:
-        placement = sharding.find_placement(config, parse_mesh(mesh))
+        rules = [("sequence", "tensor")] if case.sequence else []
+        placement = sharding.find_placement(config, parse_mesh(mesh), rules)
     with placement.use():
         state = create_state(config, placement)
         step = compile_train_step(config, state, placement)
@@ -154,7 +157,7 @@ def main(say: Callable[[str], None] = print) -> None:
         found = list(differences(case))
         jax.clear_caches()
         worst = max(worst, *(max(figures) for _, *figures in found))
-        pieces = f"{case.accumulate}{', remat' if case.remat else ''}"
+        pieces = f"{case.accumulate}{', remat' if case.remat else ''}{', sequence' if case.sequence else ''}"
         cells = " | ".join(f"{loss:.1e}, {params:.1e}" for _, loss, params in found)
         rows.append(f"| {case.architecture} | {case.optimizer} | {pieces} | {cells} |")
         say(f"{number + 1}/{len(EVERY)} {rows[-1]}")

@@ -110,7 +110,7 @@ def test_models_that_do_not_divide(fields, sizes, said):
 @pytest.mark.parametrize(("batch", "accumulate", "rows"), [(12, 1, 12), (8, 2, 4)])
 def test_rows_that_do_not_divide(monkeypatch, batch, accumulate, rows):
     """Each accumulated piece has to."""
-    monkeypatch.setattr(sharding, "mesh_placement", lambda mesh, rules: place_on(rules, **mesh))
+    monkeypatch.setattr(sharding, "mesh_placement", lambda mesh, rules, devices: place_on(rules, **mesh))
     config = config_of(train=TrainConfig(batch_size=batch, accumulate=accumulate))
     said = rf"batch_size {batch} over train.accumulate {accumulate} is {rows} rows .* 8 parts \(data=4, fsdp=2\)"
     with pytest.raises(ConfigError, match=said):

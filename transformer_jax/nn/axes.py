@@ -8,6 +8,7 @@ import jax
 from transformer_jax.errors import ConfigError
 
 ACTIVATIONS = (
+    ("batch", "sequence", "embed"),
     ("batch", "length", "embed"),
     ("batch", "length", "heads", "head_dim"),
     ("batch", "length", "kv_heads", "head_dim"),
@@ -15,8 +16,8 @@ ACTIVATIONS = (
     ("batch", "length", "vocab"),
     ("vocab", "embed"),
 )
-"""What models tell the partitioner about: the residual stream, queries, keys and values, hidden layers, logits, and
-tables while rows of them are read."""
+"""What models tell the partitioner about: the residual stream, that of recurrent models, queries, keys and values,
+hidden layers, logits, and tables while rows of them are read."""
 
 PARAMETERS = {
     **dict.fromkeys(("token_embedding/embedding", "source_embedding/embedding"), ("vocab", "width")),

@@ -229,7 +229,7 @@ class EncoderLayer(_Layer):
         check_floats("x", x, "B T D", self.d_model)
         weights = "attention" in capture and self.attention != "none"
         x, _, attention = self._self_attention(x, mask, bias, positions, None, weights, deterministic)
-        x = constrain(self._feed_forward(x, deterministic), "batch", "length", "embed")
+        x = constrain(self._feed_forward(x, deterministic), "batch", "sequence", "embed")
         return given(x, _captured(capture, attention=attention, hidden=x))
 
 
@@ -312,7 +312,7 @@ class DecoderLayer(_Layer):
                 deterministic=deterministic,
             )
             x, crossed = self._sublayer(x, "cross_attention", deterministic, attend, weights)
-        x = constrain(self._feed_forward(x, deterministic), "batch", "length", "embed")
+        x = constrain(self._feed_forward(x, deterministic), "batch", "sequence", "embed")
         return given(x, cache, _captured(capture, attention=attention, cross_attention=crossed, hidden=x))
 
 

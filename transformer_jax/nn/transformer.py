@@ -68,7 +68,7 @@ class _Model(Stack):
             x = x + sinusoidal(positions, self.d_model).astype(x.dtype)
         if self.norm_embeddings:
             x = norm(x)
-        return constrain(self.Dropout_0(x, deterministic=deterministic), "batch", "length", "embed")
+        return constrain(self.Dropout_0(x, deterministic=deterministic), "batch", "sequence", "embed")
 
     def _embed_tokens(
         self, name: str, ids: jax.Array, valid: jax.Array | None, cache: KVCache | None, deterministic: bool

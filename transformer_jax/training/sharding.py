@@ -25,6 +25,7 @@ Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 RULES: Rules = (
     ("batch", ("data", "fsdp")),
     ("length", None),
+    ("sequence", None),
     ("embed", None),
     ("heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
@@ -40,7 +41,8 @@ RULES: Rules = (
 
 Of a matrix that reads or writes the residual stream, fsdp splits its D and tensor its heads or hidden width: queries,
 keys, values, gate and up by what comes out, output and down by what goes in. Recurrent matrices are split by fsdp
-alone, and norms not at all.
+alone, and norms not at all. ("sequence", "tensor") also splits the residual stream between layers by its positions:
+less memory for more that is sent.
 """
 
 MAY_STAY_WHOLE = ("vocab",)
