@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 
+import jax
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -18,6 +19,7 @@ from transformer_jax.planning.chips import CHIPS, chip_of, count_devices
 from transformer_jax.planning.hlo import Collective, Kernel
 from transformer_jax.training import sharding
 from transformer_jax.training.mesh import MESH_AXES
+from transformer_jax.training.step import compile_train_step
 
 ROWS, LENGTH, WIDTH, LAYERS, VOCAB = 16, 32, 64, 3, 48
 
@@ -331,3 +333,18 @@ def test_the_parent_of_plans_loads_no_jax():
     code = "import sys, transformer_jax.planning.child; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("architecture", ["decoder", "encoder_decoder"])
+def test_the_step_can_be_lowered_for_gpus(architecture):
+    """With the plain attention: the fused one asks for a GPU that is there."""
+    pairs = architecture == "encoder_decoder"
+    model = ModelConfig(architecture=architecture, attention_impl="xla", compute_dtype="bfloat16", num_layers=2)
+    config = resolve(Config(model=model), 65, 40 if pairs else None)
+    placement = sharding.placement(jax.devices()[:1], (1, 1, 1))
+    with placement.use():
+        state, batch = plan.abstract_inputs(config, placement)
+        traced = compile_train_step(config, state, placement).trace(state, batch)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "bf16" in text
+    assert "custom_call @tpu" not in text
