@@ -104,6 +104,7 @@ class Plan:
       needed: Bytes that it takes, where it does not fit; infinite where the compiler did not say.
       seconds: Of one step, as `estimate_seconds` has it.
       utilisation: `flops` over what all devices could have done in that time.
+      attention: How it is computed, and why; empty where there is none.
       remat: Whether the backward pass computes layers again.
       tokens: Of one step.
     """
@@ -125,6 +126,7 @@ class Plan:
     needed: float | None
     seconds: float | None = None
     utilisation: float | None = None
+    attention: str = ""
     remat: bool = False
     tokens: int = 0
 
@@ -166,7 +168,10 @@ def make_plan(
       topology: Its name.
       compiles: Whether to compile the step; without it there are shapes alone.
     """
-    activations, logits = _activations(config, placement, "cpu" if chip is None else "tpu")
+    attention = ""
+    if kernels.attends(config.model):
+        attention = kernels.explain(config.model, platform="cpu" if chip is None else "tpu")
+    activations, logits = _activations(config, placement, fused=not attention.startswith("xla"))
     state, batch = abstract_inputs(config, placement)
     leaves = sorted(_leaves(state.params), key=lambda leaf: -leaf.bytes)
     parameters = _bytes(state.params)
@@ -187,6 +192,7 @@ def make_plan(
         compiled=None,
         memory=None if chip is None else chip.memory,
         needed=None,
+        attention=attention,
         remat=config.model.remat,
         tokens=config.train.batch_size * config.model.context,
     )
@@ -328,14 +334,13 @@ def _warnings(leaves: list[Leaf], placement: Placement) -> list[str]:
     return found
 
 
-def _activations(config: Config, placement: Placement, platform: str) -> tuple[int, int]:
+def _activations(config: Config, placement: Placement, *, fused: bool) -> tuple[int, int]:
     """Bytes on each device of what one piece keeps for the backward pass, and of its logits.
 
     Read off the gradient's program as what grows with the rows. Fused kernels keep no scores.
     """
     model, parts = config.model, placement.parts
     rows = config.train.batch_size // config.train.accumulate // parts("batch")
-    fused = kernels.attends(model) and not kernels.explain(model, platform=platform).startswith("xla")
     total = 0
     for one, two in zip(_kept(config, 1), _kept(config, 2), strict=True):
         shape = one.shape

@@ -26,6 +26,8 @@ def show(plan: Plan) -> None:
         ("logits", plan.logits),
     ]
     out.table(["in all", "bytes per device"], [row for row in totals if row[1]])
+    if plan.attention:
+        out.say(f"attention: {plan.attention}")
     for line in plan.warnings:
         out.say(f"warning: {line}")
     out.say("\n".join(_compiled(plan)))
