@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.checks import unknown
 from transformer_jax.config import Config, ModelConfig
+from transformer_jax.data.batches import Batch
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn import axes, kernels
 from transformer_jax.nn.layers import feed_forward_width
@@ -102,12 +103,33 @@ class Placement:
         by = ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in dict(self.rules)[name] or ())
         return f"{self.parts(name)} parts ({by})"
 
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts a global batch onto the mesh; each host reads only the rows that its devices hold."""
-        return {
-            name: jax.make_array_from_callback(array.shape, self.rows, array.__getitem__)
-            for name, array in batch.items()
-        }
+    def place(self, batch: Batch) -> dict[str, jax.Array]:
+        """Puts a global batch onto the mesh."""
+        return self._put(batch, 0, len(batch["inputs"]))
+
+    def read(self, examples: Any, first: int, size: int) -> dict[str, jax.Array]:
+        """A global batch of training examples on the mesh.
+
+        Args:
+          examples: From `training` of a corpus; each host makes only those that its devices hold.
+          first: The first of them.
+          size: How many all hosts read together.
+        """
+        rows = held_rows(self.rows, size)
+        every = rows == range(size)
+        return self._put(examples.batch(first, size) if every else examples.batch(first, size, rows), rows.start, size)
+
+    def _put(self, part: Batch, first: int, size: int) -> dict[str, jax.Array]:
+        """Puts rows of a global batch of `size` rows onto the mesh, of which those from `first` on are given."""
+
+        def put(array: np.ndarray) -> jax.Array:
+            def cut(index: tuple[slice, ...]) -> np.ndarray:
+                start, stop, _ = index[0].indices(size)
+                return array[(slice(start - first, stop - first), *index[1:])]
+
+            return jax.make_array_from_callback((size, *array.shape[1:]), self.rows, cut)
+
+        return {name: put(array) for name, array in part.items()}
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -140,15 +162,30 @@ def find_placement(config: Config, mesh: Mapping[str, int] | None = None, rules:
 
 
 def default_placement(rows: int, rules: Rules = ()) -> Placement:
-    """Data parallel over as many of the devices as divide the rows of one step.
+    """Data parallel over as many of the devices as divide the rows of one step, the same number of each process.
 
     Args:
       rows: Windows computed at once: the batch over its accumulation steps.
       rules: As for `find_placement`.
+
+    Raises:
+      ConfigError: If a process would have none.
     """
     devices = find_devices()
-    count = math.gcd(rows, len(devices))
-    return placement(devices[:count], (count, 1, 1), rules)
+    count, processes = math.gcd(rows, len(devices)), jax.process_count()
+    if count % processes:
+        raise ConfigError(
+            f"{rows} rows at a time do not divide among {processes} processes; choose a --train.batch-size over "
+            f"train.accumulate that is a multiple of {processes}, or a --mesh"
+        )
+    taken = [[d for d in devices if d.process_index == one][: count // processes] for one in range(processes)]
+    return placement([d for some in taken for d in some], (count, 1, 1), rules)
+
+
+def held_rows(sharding: NamedSharding, size: int) -> range:
+    """The rows of a batch that the devices of this process hold, or between which they lie."""
+    spans = [index[0].indices(size) for index in sharding.addressable_devices_indices_map((size,)).values()]
+    return range(min(start for start, _, _ in spans), max(stop for _, stop, _ in spans))
 
 
 def mesh_placement(mesh: Mapping[str, int], rules: Rules = ()) -> Placement:
@@ -232,4 +269,5 @@ def describe(placement: Placement) -> str:
     found = len(jax.devices())
     unused = f", {found - devices.size} of {found} unused" if found > devices.size else ""
     sizes = "".join(f", {name}={size}" for name, size in placement.mesh.shape.items() if size > 1)
-    return f"{devices.size} x {devices[0].device_kind} ({devices[0].platform}{unused}){sizes}"
+    shared = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{devices.size} x {devices[0].device_kind} ({devices[0].platform}{unused}){sizes}{shared}"
