@@ -122,15 +122,18 @@ def records(out):
 
 
 def assert_same_curve(out, alone):
-    here, there = records(out), records(alone)
+    """But for rounding."""
+    here, there = records(out)[:40], records(alone)
     assert [r["step"] for r in here] == [r["step"] for r in there]
     for name in ("loss", "grad_norm", "val_loss"):
         a, b = ([r[name] for r in some if name in r] for some in (here, there))
-        np.testing.assert_allclose(a, b, rtol=2e-6)
+        np.testing.assert_allclose(a, b, rtol=5e-6)
+
+
+def assert_same_end(out, alone):
     a, b = (json.loads((some / "summary.json").read_text()) for some in (out, alone))
-    for name in ("val_loss", "best_val_loss"):
-        assert a[name] == pytest.approx(b[name], rel=2e-6)
-    assert a["best_step"] == b["best_step"]
+    for name in ("val_loss", "best_val_loss", "best_step", "steps", "parameters"):
+        assert a[name] == pytest.approx(b[name], rel=5e-6)
     assert (out / "samples.txt").read_text() == (alone / "samples.txt").read_text()
 
 
@@ -142,9 +145,9 @@ def wait_for(path, *processes):
         time.sleep(0.01)
 
 
-def kill_one(processes, killed, out):
-    """Kills a process that trains. Returns the newest checkpoint that the other names, after what it must say."""
-    wait_for(out / "checkpoints" / "10", *processes)
+def kill_one(processes, killed, out, after):
+    """Kills one of two after a checkpoint. Returns the newest checkpoint, which the other must name, and leave."""
+    wait_for(out / "checkpoints" / str(after), *processes)
     processes[killed].process.kill()
     since = time.monotonic()
     left = processes[1 - killed]
@@ -165,24 +168,21 @@ def test_a_killed_run_goes_on_exactly(pair, config_file, alone, tmp_path):
     said = succeed(pair("--config", config_file, "--out", tmp_path / "whole"))
     assert "device     2 x cpu (cpu), data=2, 2 processes\n" in said
     assert_same_curve(tmp_path / "whole", alone)
+    assert_same_end(tmp_path / "whole", alone)
     out = tmp_path / "run"
-    newest = kill_one(pair("--config", config_file, "--out", out, *LONG), 1, out)
+    newest = kill_one(pair("--config", config_file, "--out", out, *LONG), 1, out, after=10)
     assert newest < 40
-    said = succeed(pair("--config", config_file, "--out", out, "--resume"))
+    said = succeed(pair("--config", config_file, "--out", out, "--resume", "--train.sample-chars", 0))
     assert f"resumed at step {newest}\n" in said
     assert records(out) == records(tmp_path / "whole")
-    assert (out / "samples.txt").read_text() == (tmp_path / "whole" / "samples.txt").read_text()
-
-
-@pytest.mark.slow
-def test_the_first_is_killed(pair, config_file, tmp_path):
-    """It runs the service by which the others find each other, which ends them unasked."""
-    kill_one(pair("--config", config_file, "--out", tmp_path / "run", *LONG), 0, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_two_processes_one_and_two(pair, config, config_file, alone, tmp_path):
-    """A signal to one stops both, with the state saved; the run goes on by one process, and by two again."""
+    """A signal to one stops both, with the state saved; the run goes on by one process, and by two again.
+
+    Of these the first is killed: it runs the service by which the others find each other, and which ends them unasked.
+    """
     out = tmp_path / "run"
     flags = ("--config", config_file, "--out", out)
     first, second = pair(*flags, "--mesh", "fsdp=2", *LONG, "--train.save-every", 1000)
@@ -193,9 +193,11 @@ def test_two_processes_one_and_two(pair, config, config_file, alone, tmp_path):
     assert "stopping: the state is saved first" in second.said()[1]
     (stopped,) = {max(runs.RunFolder(out).checkpoints.steps())}
     assert 0 < stopped < 30
-    train = dataclasses.replace(config.train, steps=30)
+    train = dataclasses.replace(config.train, steps=30, sample_chars=0)
     loop.train(dataclasses.replace(config, train=train), out, resume=True)
-    assert "resumed at step 30\n" in succeed(pair(*flags, "--resume", "--mesh", "tensor=2"))
+    again = pair(*flags, *LONG, "--resume", "--mesh", "tensor=2")
+    kill_one(again, 0, out, after=40)
+    assert "resumed at step 30\n" in again[0].said()[0]
     assert_same_curve(out, alone)
 
 
