@@ -64,6 +64,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
+        self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, oldest first. Empty, foreign and half-written folders do not count."""
@@ -95,7 +96,7 @@ class Checkpoints:
         }
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), metadata=ocp.args.JsonSave(values))
         try:
-            _orbax().save(self.folder / str(metadata.step), args=items)
+            self._orbax.save(self.folder / str(metadata.step), args=items)
         except Exception as error:  # a full disk shows as almost anything
             if hosts.is_lost(error):
                 raise
@@ -170,11 +171,19 @@ class Checkpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         try:
-            reader = _orbax(None if hosts.alone() else jax.process_index())
-            return reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
+            return self._reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
         except Exception as error:
             # Orbax and TensorStore raise anything on a damaged file, with pages of text.
             raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
+
+    @property
+    def _reader(self) -> ocp.Checkpointer:
+        """Reads as if there were no other process: Orbax waits for all, and for ever where one of them failed."""
+        if hosts.alone():
+            return self._orbax
+        me = jax.process_index()
+        options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+        return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
 
     def newest(self, like: Any) -> tuple[Metadata, Any, list[str]]:
         """The newest checkpoint that can be read, by all processes.
@@ -263,14 +272,6 @@ def digests(tree: Any) -> dict[str, str]:
     """The SHA-256 of each array of a tree, as a whole, by its path; one is gathered at a time."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {leaf_name(path): hashlib.sha256(fetch(x).tobytes()).hexdigest() for path, x in leaves}
-
-
-def _orbax(process: int | None = None) -> ocp.Checkpointer:
-    """What writes and reads arrays: together with all processes, or as one that waits for no other."""
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=process or 0, active_processes=None if process is None else {process}
-    )
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
 
 
 def _brief(error: BaseException) -> str:
