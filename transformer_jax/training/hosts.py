@@ -154,8 +154,9 @@ def _leave(status: int) -> None:
         client, me, count = _service()
         client.key_value_set(f"{_KEYS}/left/{me}", "")
         # Process 0 takes the service with it, and the others may have something of their own to say first.
-        until = time.monotonic() + (5 if me == 0 and status != LostProcessError.status else 0)
-        while time.monotonic() < until and len(client.key_value_dir_get(f"{_KEYS}/left/")) < count:
+        until = time.monotonic() + (5 if me == 0 else 0)
+        expected = count - 1 if status == LostProcessError.status else count
+        while time.monotonic() < until and len(client.key_value_dir_get(f"{_KEYS}/left/")) < expected:
             time.sleep(0.05)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
