@@ -14,7 +14,7 @@ _USAGE_STATUS = 2
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, 2 for an error, 128 + the signal for an interrupted run."""
+    """Runs a command and returns its exit status: 0, that of an error, 128 + the signal for an interrupted run."""
     args = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
@@ -34,7 +34,7 @@ def main(args: list[str] | None = None) -> int:
         if debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return _USAGE_STATUS
+        return error.status
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

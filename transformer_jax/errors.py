@@ -4,8 +4,10 @@
 class TransformerJaxError(Exception):
     """Base of every error that this package raises on purpose.
 
-    The command line prints its message in one line and exits with status 2.
+    The command line prints its message in one line and exits with its status.
     """
+
+    status = 2
 
 
 class ConfigError(TransformerJaxError, ValueError):
@@ -18,3 +20,9 @@ class DataError(TransformerJaxError, ValueError):
 
 class CheckpointError(TransformerJaxError):
     """A run or a checkpoint that is missing, damaged or of another kind."""
+
+
+class LostProcessError(TransformerJaxError):
+    """Another of the processes that train together has ended, or cannot be reached; starting all again goes on."""
+
+    status = 75  # EX_TEMPFAIL: what a loop of restarts can tell from an error

@@ -116,12 +116,14 @@ class Windows:
         """Windows in an epoch."""
         return len(self._ids) - self._context
 
-    def batch(self, first: int, size: int) -> Batch:
-        """Examples first to first + size - 1.
+    def batch(self, first: int, size: int, rows: range | None = None) -> Batch:
+        """Examples first to first + size - 1, or some rows of these.
 
         Returns:
           inputs and targets int32 [B, T], weights float32 [B, T] of ones.
         """
+        if rows is not None:
+            return self.batch(first + rows.start, len(rows))
         starts = np.array([self._order[i] for i in range(first, first + size)]).reshape(-1, 1)
         window = self._ids[starts + np.arange(self._context + 1)].astype(np.int32)
         weights = np.ones((size, self._context), np.float32)
@@ -134,8 +136,10 @@ class MaskedWindows:
     def __init__(self, windows: Windows, vocab: Vocab, rate: float, seed: int) -> None:
         self._windows, self._vocab, self._rate, self._seed = windows, vocab, rate, seed
 
-    def batch(self, first: int, size: int) -> Batch:
-        """Examples first to first + size - 1; see `hide`."""
+    def batch(self, first: int, size: int, rows: range | None = None) -> Batch:
+        """Examples first to first + size - 1, or some rows of these; see `hide`."""
+        if rows is not None:
+            return self.batch(first + rows.start, len(rows))
         ids = self._windows.batch(first, size)["inputs"]
         streams = [(TRAINING, self._seed, example) for example in range(first, first + size)]
         batch = hide(ids, np.ones(ids.shape, bool), self._vocab, self._rate, streams)

@@ -164,9 +164,14 @@ class PairCorpus:
         ladder = np.array(sorted({min(base * 2**k, self.context) for base in (8, 12) for k in range(40)}))
         return ladder[np.searchsorted(ladder, longest)]
 
-    def batch(self, index: np.ndarray) -> Batch:
-        """Pairs for teacher forcing: what the decoder reads begins with the end symbol, what it has to say ends so."""
+    def batch(self, index: np.ndarray, rows: range | None = None) -> Batch:
+        """Pairs for teacher forcing: what the decoder reads begins with the end symbol, what it has to say ends so.
+
+        Of some rows alone too, which are as wide as all of them need.
+        """
         width = int(self.widths(index).max())
+        if rows is not None:
+            index = index[rows.start : rows.stop]
         source, source_valid = self.sources.padded(index, width)
         targets, _ = self.targets.padded(index, width)
         lengths = self.targets.lengths[index][:, None]
@@ -190,12 +195,12 @@ class PairExamples:
         self._corpus = corpus
         self._order = lru_cache(maxsize=2)(partial(self._epoch, seed))
 
-    def batch(self, first: int, size: int) -> Batch:
-        """Examples first to first + size - 1."""
+    def batch(self, first: int, size: int, rows: range | None = None) -> Batch:
+        """Examples first to first + size - 1, or some rows of these."""
         per_epoch = len(self._corpus.split("train"))
         places = np.arange(first, first + size)
         index = np.array([self._order(int(place // per_epoch))[place % per_epoch] for place in places])
-        return self._corpus.batch(index)
+        return self._corpus.batch(index, rows)
 
     def _epoch(self, seed: int, epoch: int) -> np.ndarray:
         """All training pairs: shuffled, and in each pool sorted into blocks by width, whose order is drawn too."""

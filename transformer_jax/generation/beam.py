@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.fetch import fetch
 from transformer_jax.generation.decode import CHUNK, Model, State, apart, next_logits
 from transformer_jax.generation.settings import check_finite
 
@@ -121,13 +122,13 @@ def search(
     for first in range(0, num_tokens, CHUNK):
         until = min(first + CHUNK, num_tokens)
         loop = _advance(model, params, ends, penalty, limit, jnp.int32(keep), loop, jnp.int32(until))
-        trail, done, finite = jax.device_get((loop.trail, loop.done, loop.finite))
+        trail, done, finite = fetch((loop.trail, loop.done, loop.finite))
         check_finite(bool(finite))
         trails.append(trail)
         if done.all():
             break
     trail = jax.tree.map(lambda *parts: np.concatenate(parts), *trails)
-    finished = jax.device_get(loop.finished)
+    finished = fetch(loop.finished)
     kept = [(prompt, rank) for prompt in range(prompts) for rank in range(keep)]
     texts = [_text(trail, finished, *place) for place in kept]
     longest = max(1, *map(len, texts))

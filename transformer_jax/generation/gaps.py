@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.errors import ConfigError
+from transformer_jax.fetch import fetch
 from transformer_jax.generation.draw import Filters, draw
 from transformer_jax.generation.settings import (
     check_count,
@@ -109,7 +110,7 @@ def fill_gaps(
     ids, valid = padded(rows, context)
     filters = Filters.of(model.vocab_size, temperature)
     loop = _fill(model, params, ids, valid, jnp.int32(gap), filters, keys)
-    ids, log_probs, finite = jax.device_get((loop.ids, loop.log_probs, loop.finite))
+    ids, log_probs, finite = fetch((loop.ids, loop.log_probs, loop.finite))
     check_finite(bool(finite))
     filled, given = ([row[: len(own)] for row, own in zip(x, rows, strict=True)] for x in (ids, log_probs))
     return (filled, given) if return_log_probs else filled

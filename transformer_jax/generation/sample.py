@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.fetch import fetch
 from transformer_jax.generation.decode import CHUNK, Model, State, apart, next_logits
 from transformer_jax.generation.draw import Filters, draw
 from transformer_jax.generation.settings import check_finite
@@ -76,7 +77,7 @@ def sample(
     for first in range(0, num_tokens, CHUNK):
         count = min(CHUNK, num_tokens - first)
         loop = _advance(model, params, keys, filters, ends, loop, jnp.int32(first + count))
-        piece, log_probs, finite = jax.device_get((loop.out[:, :count], loop.log_probs[:, :count], loop.finite))
+        piece, log_probs, finite = fetch((loop.out[:, :count], loop.log_probs[:, :count], loop.finite))
         check_finite(bool(finite))
         after = stops.after(piece)
         yield np.where(after, -1, piece), np.where(after, 0, log_probs)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from transformer_jax.config import Config, from_dict, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, TransformerJaxError
+from transformer_jax.fetch import fetch
+from transformer_jax.training import hosts
 from transformer_jax.training.optim import leaf_name
 
 FORMAT = 1
@@ -55,7 +56,11 @@ class Metadata:
 
 
 class Checkpoints:
-    """The checkpoints of a run."""
+    """The checkpoints of a run, in a folder that all processes share.
+
+    All processes must save, restore, prune and discard together: each writes and reads its part of the state, and the
+    first does what is to be done once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -74,9 +79,12 @@ class Checkpoints:
         Raises:
           CheckpointError: If it cannot be written; those before it are untouched.
         """
-        if metadata.step in self.steps():
+        with hosts.agreed(f"checkpoint {metadata.step}"):
+            there = hosts.is_first() and metadata.step in self.steps()
+            if hosts.is_first() and not there:
+                self._set_aside(metadata.step)
+        if hosts.first_says("the checkpoints", there):
             return
-        self._set_aside(metadata.step)
         values = {
             "format": FORMAT,
             **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(Metadata)},
@@ -90,6 +98,8 @@ class Checkpoints:
         try:
             self._orbax.save(self.folder / str(metadata.step), args=items)
         except Exception as error:  # a full disk shows as almost anything
+            if hosts.is_lost(error):
+                raise
             newest = max(self.steps(), default=None)
             way_out = "there is no checkpoint yet" if newest is None else f"the run can be resumed from step {newest}"
             raise CheckpointError(
@@ -137,6 +147,20 @@ class Checkpoints:
           CheckpointError: If it is damaged or does not fit.
         """
         step = metadata.step
+        with hosts.agreed(f"reading checkpoint {step}"):
+            state = self._read(metadata, like)
+        found = digests(state)
+        with hosts.agreed(f"checking checkpoint {step}"):
+            wrong = [name for name, digest in found.items() if metadata.digests.get(name) != digest]
+            if wrong:
+                raise CheckpointError(
+                    f"checkpoint {step} in {self.folder} is damaged: {wrong[0]} is not what was saved"
+                )
+        return state
+
+    def _read(self, metadata: Metadata, like: Any) -> Any:
+        """What `restore` does without the others: where it fails on one process none must wait for it."""
+        step = metadata.step
         names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
         lacking = [name for name in names if name not in metadata.digests]
         if lacking:
@@ -147,17 +171,22 @@ class Checkpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         try:
-            state = self._orbax.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
+            return self._reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
         except Exception as error:
             # Orbax and TensorStore raise anything on a damaged file, with pages of text.
             raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
-        wrong = [name for name, digest in digests(state).items() if metadata.digests.get(name) != digest]
-        if wrong:
-            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {wrong[0]} is not what was saved")
-        return state
+
+    @property
+    def _reader(self) -> ocp.Checkpointer:
+        """Reads as if there were no other process: Orbax waits for all, and for ever where one of them failed."""
+        if hosts.alone():
+            return self._orbax
+        me = jax.process_index()
+        options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+        return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
 
     def newest(self, like: Any) -> tuple[Metadata, Any, list[str]]:
-        """The newest checkpoint that can be read.
+        """The newest checkpoint that can be read, by all processes.
 
         Args:
           like: A function from Metadata to what `restore` takes.
@@ -169,31 +198,35 @@ class Checkpoints:
           CheckpointError: If there is none.
         """
         skipped = []
-        for step in reversed(self.steps()):
+        for step in reversed(hosts.first_says("the checkpoints", self.steps())):
             try:
-                metadata = self.metadata(step)
-                return metadata, self.restore(metadata, like(metadata)), skipped
+                with hosts.agreed(f"the metadata of checkpoint {step}"):
+                    metadata = self.metadata(step)
+                    wanted = like(metadata)
+                return metadata, self.restore(metadata, wanted), skipped
             except TransformerJaxError as error:
                 skipped.append(str(error))
         raise CheckpointError(f"no usable checkpoint in {self.folder}" + "".join(f"; {line}" for line in skipped))
 
     def best(self) -> int | None:
         """The step with the lowest validation loss, or None where none was evaluated."""
-        return best_step(self._losses())
+        return hosts.first_says("the best checkpoint", best_step(self._losses()) if hosts.is_first() else None)
 
     def prune(self, keep: int) -> None:
         """Deletes all but the newest `keep` and the best."""
-        losses = self._losses()
-        for step in set(losses) - kept_steps(losses, keep):
-            # Renamed first: one that is half deleted must not look like a checkpoint.
-            doomed = (self.folder / str(step)).rename(self.folder / f"{step}.deleting")
-            shutil.rmtree(doomed)
+        with hosts.agreed("old checkpoints"):
+            losses = self._losses() if hosts.is_first() else {}
+            for step in set(losses) - kept_steps(losses, keep):
+                # Renamed first: one that is half deleted must not look like a checkpoint.
+                doomed = (self.folder / str(step)).rename(self.folder / f"{step}.deleting")
+                shutil.rmtree(doomed)
 
     def discard_after(self, step: int) -> list[int]:
         """Moves checkpoints newer than a step out of the way, so that a resumed run can write them again."""
-        newer = [s for s in self.steps() if s > step]
-        for s in newer:
-            self._set_aside(s)
+        newer = hosts.first_says("newer checkpoints", [s for s in self.steps() if s > step])
+        with hosts.agreed("newer checkpoints"):
+            for s in newer if hosts.is_first() else ():
+                self._set_aside(s)
         return newer
 
     def _set_aside(self, step: int) -> None:
@@ -236,9 +269,9 @@ def like(tree: Any, shardings: Any) -> Any:
 
 
 def digests(tree: Any) -> dict[str, str]:
-    """The SHA-256 of each array of a tree, by its path."""
+    """The SHA-256 of each array of a tree, as a whole, by its path; one is gathered at a time."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for path, x in leaves}
+    return {leaf_name(path): hashlib.sha256(fetch(x).tobytes()).hexdigest() for path, x in leaves}
 
 
 def _brief(error: BaseException) -> str:

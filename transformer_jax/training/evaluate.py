@@ -14,6 +14,7 @@ from transformer_jax.data.batches import Batch, TextCorpus
 from transformer_jax.data.pairs import PairCorpus
 from transformer_jax.data.tasks import load_corpus
 from transformer_jax.errors import ConfigError, DataError
+from transformer_jax.fetch import fetch
 from transformer_jax.nn import create_model
 from transformer_jax.training.error_rates import ErrorCounts, measure_errors
 from transformer_jax.training.runs import Run
@@ -72,7 +73,7 @@ class Evaluator:
 
     def measure(self, params: Any, batches: Iterable[Batch]) -> Sums:
         """The sums over batches of `rows` rows, added up in float64."""
-        parts = jax.device_get([self._step(params, self._placement.place(batch)) for batch in batches])
+        parts = fetch([self._step(params, self._placement.place(batch)) for batch in batches])
         longest = max(len(totals) for totals, _, _ in parts)
         wide = [[np.pad(sums, (0, longest - len(sums))) for sums in part] for part in parts]
         return Sums(*np.sum(wide, axis=0, dtype=np.float64))

@@ -2,73 +2,32 @@
 
 import dataclasses
 import math
-import os
 import platform
 import shlex
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from transformer_jax.config import Config, differences, resolve, to_dict
+from transformer_jax import __version__
+from transformer_jax.config import Config, resolve, to_dict
 from transformer_jax.data.batches import TextCorpus
 from transformer_jax.data.pairs import PairCorpus
 from transformer_jax.data.tasks import load_corpus
-from transformer_jax.errors import ConfigError, TransformerJaxError
+from transformer_jax.errors import TransformerJaxError
 from transformer_jax.nn import kernels
-from transformer_jax.training import runs, sharding
+from transformer_jax.training import hosts, runs, sharding
 from transformer_jax.training.checkpoint import Metadata
 from transformer_jax.training.evaluate import Evaluator, bits, task_figures
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.optim import with_rates
+from transformer_jax.training.resuming import check_resumable
 from transformer_jax.training.samples import sample_text
 from transformer_jax.training.step import TrainState, all_finite, compile_train_step, create_state
-
-MAY_CHANGE = (
-    "data.path",
-    "model.attention_dropout",
-    "model.attention_impl",
-    "model.dropout",
-    "model.feed_forward_dropout",
-    "model.remat",
-    "model.unroll",
-    "optim.clip_norm",
-    "optim.learning_rate",
-    "optim.muon_learning_rate",
-    "optim.weight_decay",
-    *(
-        f"train.{name}"
-        for name in (
-            "accumulate",
-            "batch_size",
-            "eval_every",
-            "keep",
-            "label_smoothing",
-            "log_every",
-            "sample_chars",
-            "save_every",
-            "steps",
-            "z_loss",
-        )
-    ),
-)
-"""Fields that a resumed run may set anew. All others decide what the stored state means."""
-
-
-class Interrupted(Exception):
-    """A signal asked the run to stop; its state is saved.
-
-    Attributes:
-      signum: The signal.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
+from transformer_jax.training.stopping import Interrupted, Stop, signals
 
 
 @dataclasses.dataclass
@@ -121,30 +80,47 @@ def train(
       TransformerJaxError: If the loss or the gradients stop being finite.
       Interrupted: After SIGINT or SIGTERM, with the state saved.
     """
-    if not resume:
-        runs.check_new(out, overwrite=overwrite)
-    terminal = Terminal()
-    placement = sharding.find_placement(config, mesh, rules)
+    if not hosts.alone():
+        hosts.compare(_settings(config, out, mesh, rules, resume=resume, overwrite=overwrite))
+    with hosts.agreed("the run's folder"):
+        if hosts.is_first() and not resume:
+            runs.check_new(out, overwrite=overwrite)
+    terminal = Terminal(silent=not hosts.is_first())
+    with hosts.agreed("the mesh"):
+        placement = sharding.find_placement(config, mesh, rules)
     terminal.say(f"device     {sharding.describe(placement)}")
-    corpus = load_corpus(config)
+    with hosts.agreed("the data"):
+        corpus = load_corpus(config)
+    hosts.compare({"the SHA-256 of the data": corpus.sha256}, "all hosts need the same data")
     terminal.say(f"data       {corpus.name}: {corpus.size}, SHA-256 {corpus.sha256[:12]}")
     with placement.use():
-        if kernels.attends(config.model):
-            terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
+        with hosts.agreed("the attention"):
+            if kernels.attends(config.model):
+                terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
         if resume:
             run = runs.RunFolder(out)
+            found = {f"the list of checkpoints in {out}": run.checkpoints.steps()}
+            hosts.compare(found, "choose an --out on a disk that all hosts share")
             metadata, state, skipped = runs.open_newest(run, placement)
             for line in skipped:
                 terminal.say(f"skipped    {line}")
-            config = check_resumable(config, metadata, corpus)
+            with hosts.agreed("what may change"):
+                config = check_resumable(config, metadata, corpus)
+            runs.check_shared(run)
             for step in run.checkpoints.discard_after(metadata.step):
                 terminal.say(f"set aside  checkpoint {step}, newer than the one resumed from")
             state = state.replace(opt_state=with_rates(config.optim, state.opt_state))
-            runs.write_json(run.config, to_dict(config))
+            with hosts.agreed("the run's folder"):
+                if hosts.is_first():
+                    runs.write_json(run.config, to_dict(config))
             examples, seconds = metadata.examples, metadata.seconds
         else:
-            config = _resolved(config, corpus)
-            run = runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
+            with hosts.agreed("the run's folder"):
+                config = _resolved(config, corpus)
+                run = runs.RunFolder(out)
+                if hosts.is_first():
+                    run = runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
+            runs.check_shared(run)
             state = create_state(config, placement)
             examples, seconds = 0, 0.0
         session = _Session(config, corpus, run, placement, Evaluator(config, placement), terminal)
@@ -154,37 +130,31 @@ def train(
         return _finish(session, state, examples, seconds)
 
 
+def _settings(
+    config: Config, out: Path, mesh: Mapping[str, int] | None, rules: sharding.Rules, **flags: bool
+) -> dict[str, Any]:
+    """What all processes of a run must have in common, by name. Data may lie elsewhere on each host."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    return {
+        **{
+            f"{section}.{name}": value
+            for section, values in to_dict(config).items()
+            for name, value in values.items()
+            if f"{section}.{name}" != "data.path"
+        },
+        "--out": str(out.absolute()),
+        "--mesh": None if mesh is None else dict(mesh),
+        "the rules": [list(rule) for rule in rules],
+        **{f"--{name}": value for name, value in flags.items()},
+        "JAX_PLATFORMS": jax.config.jax_platforms,
+        "the version of transformer-jax": __version__,
+        **{f"the version of {name}": version(name) for name in packages},
+    }
+
+
 def _resolved(config: Config, corpus: TextCorpus | PairCorpus) -> Config:
     source_size = None if corpus.source_vocab is None else len(corpus.source_vocab)
     return resolve(config, len(corpus.vocab), source_size)
-
-
-def check_resumable(config: Config, metadata: Metadata, corpus: TextCorpus | PairCorpus) -> Config:
-    """The config with which a run goes on.
-
-    Raises:
-      ConfigError: If the text or a field that may not change differs, with both values.
-    """
-    if corpus.sha256 != metadata.corpus["sha256"]:
-        raise ConfigError(
-            f"the run was trained on other data: {metadata.corpus['name']} with SHA-256 "
-            f"{metadata.corpus['sha256'][:12]}, and these are {corpus.name} with {corpus.sha256[:12]}"
-        )
-    # The schedule does not move: what was resolved at the start stays.
-    optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or metadata.config.optim.decay_steps)
-    # Sizes are those of the data, which are the same: another one can only have been asked for.
-    sizes = {
-        name: getattr(config.model, name) or getattr(metadata.config.model, name)
-        for name in ("vocab_size", "source_vocab_size")
-    }
-    config = resolve(dataclasses.replace(config, optim=optim), **sizes)
-    changed = differences(metadata.config, config)
-    fixed = [f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items() if name not in MAY_CHANGE]
-    if fixed:
-        raise ConfigError(f"a resumed run must keep {', '.join(fixed)}; start a new run with another --out")
-    if config.train.steps < metadata.step:
-        raise ConfigError(f"the run has made {metadata.step} steps already, and train.steps is {config.train.steps}")
-    return config
 
 
 def _train_steps(session: _Session, state: TrainState, examples: int, seconds: float) -> tuple[TrainState, int, float]:
@@ -207,19 +177,21 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
         checkpoints.save(state, Metadata(step, examples, clock.read(), val_loss, config, corpus=data, **vocabs))
         checkpoints.prune(settings.keep)
 
-    if not checkpoints.steps():
+    if not hosts.first_says("the checkpoints", checkpoints.steps()):
         with clock.paused():
             save(None)  # before training: an unwritable folder is found now
-    with _signals() as received, session.terminal.progress(settings.steps, step):
+    with signals() as received, session.terminal.progress(settings.steps, step):
+        stopping = Stop(received)
         reporter = _Reporter(session, clock, step)
         while step < settings.steps:
-            batch = placement.place(training.batch(examples, settings.batch_size))
+            batch = placement.read(training, examples, settings.batch_size)
             state, metrics = steps.of(state, batch)(state, batch)
             step, examples = step + 1, examples + settings.batch_size
             reporter.add(step, metrics)
-            stop = bool(received)  # looked at once: a signal that comes while this step is saved stops the next one
             due = step % settings.save_every == 0 or step == settings.steps
             evaluates = due or step % settings.eval_every == 0  # never depends on a signal: best is the same without
+            # Looked at once: a signal that comes while this step is saved stops the next one.
+            stop = stopping.after(step, pause=evaluates) is not None
             if evaluates or stop:
                 jax.block_until_ready(metrics)
                 with clock.paused():
@@ -236,8 +208,8 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
                 reporter.flush(leave=1)
             if stop:
                 break
-        if received:
-            raise Interrupted(received[0])
+        if (signum := stopping.at_last()) is not None:
+            raise Interrupted(signum)
     return state, examples, clock.read()
 
 
@@ -280,7 +252,7 @@ class _Reporter:
     def __init__(self, session: _Session, clock: Clock, step: int) -> None:
         self._session = session
         self._settings = session.config.train
-        self._log = MetricLog(session.run.metrics, after=step)
+        self._log = MetricLog(session.run.metrics, after=step) if hosts.is_first() else None
         self._clock = clock
         self._mark = clock.read(), step
         self._saved = session.run.checkpoints.steps
@@ -317,7 +289,8 @@ class _Reporter:
         for record in records:
             _refuse_nonfinite(record, self._saved)
             evaluated = val_loss is not None and record["step"] == last
-            if evaluated or record["step"] == 1 or record["step"] % self._settings.log_every == 0:
+            due = evaluated or record["step"] == 1 or record["step"] % self._settings.log_every == 0
+            if due and self._log is not None:
                 record["tokens_per_second"] = symbols / seconds_per_step
                 if evaluated:
                     record["val_loss"] = val_loss
@@ -372,7 +345,8 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
-    runs.write_json(run.summary, summary)
+    if hosts.is_first():
+        runs.write_json(run.summary, summary)
     terminal.say(
         f"validation {summary['val_loss']:.4f} nats per {corpus.unit}, {summary['val_bits']:.4f} bits "
         f"(first half {losses['tune']:.4f}, second half {losses['test']:.4f}, best checkpoint {best_loss:.4f})"
@@ -382,31 +356,8 @@ def _finish(session: _Session, state: TrainState, examples: int, seconds: float)
         terminal.say(f"           {', '.join(rates)}")
     if config.train.sample_chars:
         text = sample_text(config, params, corpus)
-        run.samples.write_text(text + "\n", encoding="utf-8")
+        if hosts.is_first():
+            run.samples.write_text(text + "\n", encoding="utf-8")
         terminal.say(f"sample{text if text.startswith(chr(10)) else chr(10) + text}\n")
     terminal.say(f'more       transformer-jax sample {shlex.quote(str(run.path))} --prompt "..."')
     return summary
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the loop can save before it leaves; a second one acts at once."""
-    received: list[int] = []
-    previous = {}
-
-    def receive(signum: int, frame: Any) -> None:
-        received.append(signum)
-        os.write(2, b"\nstopping: the state is saved first; once more stops at once\n")
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, receive)
-    except ValueError:
-        previous.clear()  # not in the main thread: signals are not ours to take
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

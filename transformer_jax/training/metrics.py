@@ -65,16 +65,24 @@ def _step(line: str) -> float:
 
 
 class Terminal:
-    """Lines of text for people, and a line of progress: live where the output is a terminal, else plain."""
+    """Lines of text for people, and a line of progress: live where the output is a terminal, else plain.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+      console: To write to; None is standard output.
+      silent: Write nothing: of several processes one speaks.
+    """
+
+    def __init__(self, console: Console | None = None, *, silent: bool = False) -> None:
         escape_unprintable()
+        self._silent = silent
         self._console = console or Console(highlight=False, emoji=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._said = 0.0
 
     def say(self, text: str) -> None:
         """Prints text as it is, above the live line where there is one."""
+        if self._silent:
+            return
         if self._progress is None:
             print(text, file=self._console.file, flush=True)
         else:
@@ -89,7 +97,7 @@ class Terminal:
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
         )
-        if not self._console.is_terminal:
+        if self._silent or not self._console.is_terminal:
             yield
             return
         with Progress(*columns, console=self._console) as self._progress:

@@ -1,9 +1,12 @@
 """A run is a folder: what is in it, how it begins, and how it is opened again."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,10 +17,14 @@ import jax
 from transformer_jax.config import Config, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, ConfigError
+from transformer_jax.training import hosts
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, like
 from transformer_jax.training.metrics import write_whole
 from transformer_jax.training.sharding import Placement, find_devices
 from transformer_jax.training.step import TrainState, init_state
+
+_SEEN_WITHIN = 10.0
+"""Seconds after which what one host writes is seen on all: shared disks remember for a while what was missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +137,43 @@ def create(
     return run
 
 
+def check_shared(run: RunFolder) -> None:
+    """Looks whether all processes can write into the run's folder, and see there what the others write.
+
+    Raises:
+      ConfigError: If not; on all processes.
+    """
+    if hosts.alone():
+        return
+    folder = run.checkpoints.folder
+    me, everyone = hosts.numbers()
+    marks = [folder / f"here.{number}" for number in everyone]
+    try:
+        with hosts.agreed("the run's folder"):
+            try:
+                marks[me].touch()
+            except FileNotFoundError as error:
+                raise _not_shared(folder) from error
+            except OSError as error:
+                raise _unusable(folder, error) from error
+        with hosts.agreed("the run's folder"):
+            until = time.monotonic() + _SEEN_WITHIN
+            while not all(mark.exists() for mark in marks):
+                if time.monotonic() > until:
+                    raise _not_shared(folder)
+                time.sleep(0.1)
+    finally:
+        with contextlib.suppress(OSError):
+            marks[me].unlink()
+
+
+def _not_shared(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder} on {socket.gethostname()} is not the folder that the other processes write to; "
+        "choose an --out on a disk that all hosts share"
+    )
+
+
 def _occupied(path: Path) -> bool:
     try:
         return path.exists() and any(path.iterdir())
@@ -205,7 +249,8 @@ def load_run(
     else:
         if not isinstance(step, int) and not str(step).isdecimal():
             raise CheckpointError(f"unknown step {step!r}; it is best, last or a number")
-        metadata = checkpoints.metadata(int(step))
+        with hosts.agreed("the metadata of a checkpoint"):
+            metadata = checkpoints.metadata(int(step))
         state = checkpoints.restore(metadata, part(metadata))
     (params,) = state.values()
     return Run(metadata.config, metadata.vocab, params, metadata.step, metadata.corpus, metadata.source_vocab)

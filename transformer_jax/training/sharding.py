@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.checks import unknown
 from transformer_jax.config import Config, ModelConfig
+from transformer_jax.data.batches import Batch
 from transformer_jax.errors import ConfigError
 from transformer_jax.nn import axes, kernels
 from transformer_jax.nn.layers import feed_forward_width
@@ -105,12 +106,33 @@ class Placement:
         by = ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in dict(self.rules)[name] or ())
         return f"{self.parts(name)} parts ({by})"
 
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts a global batch onto the mesh; each host reads only the rows that its devices hold."""
-        return {
-            name: jax.make_array_from_callback(array.shape, self.rows, array.__getitem__)
-            for name, array in batch.items()
-        }
+    def place(self, batch: Batch) -> dict[str, jax.Array]:
+        """Puts a global batch onto the mesh."""
+        return self._put(batch, 0, len(batch["inputs"]))
+
+    def read(self, examples: Any, first: int, size: int) -> dict[str, jax.Array]:
+        """A global batch of training examples on the mesh.
+
+        Args:
+          examples: From `training` of a corpus; each host makes only those that its devices hold.
+          first: The first of them.
+          size: How many all hosts read together.
+        """
+        rows = held_rows(self.rows, size)
+        every = rows == range(size)
+        return self._put(examples.batch(first, size) if every else examples.batch(first, size, rows), rows.start, size)
+
+    def _put(self, part: Batch, first: int, size: int) -> dict[str, jax.Array]:
+        """Puts rows of a global batch of `size` rows onto the mesh, of which those from `first` on are given."""
+
+        def put(array: np.ndarray) -> jax.Array:
+            def cut(index: tuple[slice, ...]) -> np.ndarray:
+                start, stop, _ = index[0].indices(size)
+                return array[(slice(start - first, stop - first), *index[1:])]
+
+            return jax.make_array_from_callback((size, *array.shape[1:]), self.rows, cut)
+
+        return {name: put(array) for name, array in part.items()}
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -146,16 +168,33 @@ def find_placement(
 
 
 def default_placement(rows: int, rules: Rules = (), devices: Sequence[Any] | None = None) -> Placement:
-    """Data parallel over as many of the devices as divide the rows of one step.
+    """Data parallel over as many of the devices as divide the rows of one step, the same number of each process.
 
     Args:
       rows: Windows computed at once: the batch over its accumulation steps.
       rules: As for `find_placement`.
       devices: Likewise.
+
+    Raises:
+      ConfigError: If a process would have none.
     """
     devices = find_devices() if devices is None else devices
+    processes = sorted({device.process_index for device in devices})
     count = math.gcd(rows, len(devices))
-    return placement(devices[:count], (count, 1, 1), rules)
+    if count % len(processes):
+        raise ConfigError(
+            f"{rows} rows at a time do not divide among {len(processes)} processes; choose a --train.batch-size over "
+            f"train.accumulate that is a multiple of {len(processes)}, or a --mesh"
+        )
+    each = count // len(processes)
+    taken = [[device for device in devices if device.process_index == process][:each] for process in processes]
+    return placement([device for some in taken for device in some], (count, 1, 1), rules)
+
+
+def held_rows(sharding: NamedSharding, size: int) -> range:
+    """The rows of a batch that the devices of this process hold, or between which they lie."""
+    spans = [index[0].indices(size) for index in sharding.addressable_devices_indices_map((size,)).values()]
+    return range(min(start for start, _, _ in spans), max(stop for _, stop, _ in spans))
 
 
 def mesh_placement(mesh: Mapping[str, int], rules: Rules = (), devices: Sequence[Any] | None = None) -> Placement:
@@ -241,4 +280,5 @@ def describe(placement: Placement) -> str:
     found = len(jax.devices())
     unused = f", {found - devices.size} of {found} unused" if found > devices.size else ""
     sizes = "".join(f", {name}={size}" for name, size in placement.mesh.shape.items() if size > 1)
-    return f"{devices.size} x {devices[0].device_kind} ({devices[0].platform}{unused}){sizes}"
+    shared = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{devices.size} x {devices[0].device_kind} ({devices[0].platform}{unused}){sizes}{shared}"
