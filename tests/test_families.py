@@ -219,6 +219,7 @@ def test_pairs_that_cannot_be_used(capsys, tmp_path, text, said):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_words_as_targets(families, pairs_file, tmp_path):
     """A user's own phonemes: the file's targets with blanks between them."""
     path = tmp_path / "words.tsv"
@@ -245,6 +246,7 @@ def test_names_of_the_error_rates(pairs):
     assert named == {"phoneme_error_rate": 0.25, "word_error_rate": 0.5, "sources": 2}
 
 
+@pytest.mark.slow
 def test_sampling_asks_for_no_kernel(families, tmp_path):
     """A run on an accelerator is sampled anywhere."""
     for name, prompt in (("encoder", "th_"), ("encoder_decoder", "abc")):

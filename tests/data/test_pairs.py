@@ -193,6 +193,7 @@ def test_a_words_dictionary():
     assert cmudict.parse(text) == [("read", "R EH D"), ("read", "R IY D"), ("aalto", "AA L T OW"), ("'em", "AH M")]
 
 
+@pytest.mark.slow
 def test_cmudict():
     """The split that figures are published for."""
     model = ModelConfig(architecture="encoder_decoder", context=32)

@@ -174,6 +174,7 @@ class TestEncoderDecoder:
             _, params, _ = build(num_layers=3, norm_position=position, qk_norm=False)
             assert norms(params) == expected
 
+    @pytest.mark.slow
     def test_fields_change_what_they_should(self):
         def run(**fields):
             model = create_model(dataclasses.replace(SMALL, **fields))

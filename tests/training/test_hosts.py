@@ -232,6 +232,7 @@ def test_other_settings_are_named(start, config_file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_ends_all(pair, start, config_file, tmp_path):
     (tmp_path / "other.txt").write_text("the queen " * 600)
     (tmp_path / "there").mkdir()

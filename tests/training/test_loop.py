@@ -76,6 +76,7 @@ def test_a_runs_folder(trained, tiny_config):
     assert runs.RunFolder(trained).checkpoints.steps() == [10, 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "optimizer"),
     [("decoder", "muon"), ("decoder", "adamw"), ("gru", "muon"), ("encoder", "muon"), ("encoder_decoder", "muon")],
@@ -95,6 +96,7 @@ def test_resume_is_exact(families, tmp_path, architecture, optimizer):
     assert meta.examples == 160
 
 
+@pytest.mark.slow
 def test_only_training_counts_as_training(tiny_config, tmp_path, monkeypatch):
     """Not compiling, evaluating or saving, which take 2 s each time here."""
     for kind, name in ((loop.Evaluator, "loss"), (Checkpoints, "save")):
