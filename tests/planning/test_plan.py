@@ -129,12 +129,16 @@ def test_large_copies_are_warned_of():
 
 
 def test_products_of_seven_billion_parameters():
-    """6 operations for each parameter that multiplies and each token, and half of the scores (Chowdhery 2022, B)."""
+    """6 operations for each parameter that multiplies and each token, and 12 D for each score that is needed."""
     config = with_rows(preset("llama_7b"), 1)
     model = config.model
     multiplied = 6_738_415_616 - model.vocab_size * model.d_model - (2 * model.num_layers + 1) * model.d_model
-    scores = 12 * model.num_layers * model.d_model * model.context / 2
-    assert plan.needed_flops(config) == model.context * (6 * multiplied + scores)
+    each = 12 * model.num_layers * model.d_model
+    scores = sum(position + 1 for position in range(model.context))
+    assert plan.needed_flops(config) == 6 * multiplied * model.context + each * scores
+    narrow = dataclasses.replace(config, model=dataclasses.replace(model, window=100))
+    scores = sum(min(position + 1, 100) for position in range(model.context))
+    assert plan.needed_flops(narrow) == 6 * multiplied * model.context + each * scores
     remat = dataclasses.replace(config, model=dataclasses.replace(model, remat=True))
     assert plan.needed_flops(remat) == plan.needed_flops(config)
 

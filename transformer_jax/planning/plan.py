@@ -97,7 +97,7 @@ class Plan:
       parameters, average, optimizer, gradients: Bytes of float32 numbers, as they are split.
       activations: Bytes of what the forward pass keeps for the backward pass, beside the logits.
       logits: Bytes of the logits of one piece.
-      flops: Products that one step needs, over all devices; causal attention needs half of its scores.
+      flops: Products that one step needs, over all devices, from `needed_flops`.
       warnings: What a rule leaves whole, and costs.
       compiled: None where it was not compiled, or the compiler found no room.
       memory: Bytes that a device has; None where that is not known.
@@ -234,13 +234,15 @@ def abstract_inputs(config: Config, placement: Placement) -> tuple[Any, dict[str
 def needed_flops(config: Config) -> float:
     """The products of one step that no way to compute it can leave out: without what remat makes again.
 
-    A causal product of queries and keys needs half of its scores.
+    Causal attention needs the scores of each position with those before it, as far as a window reaches.
     """
     model = dataclasses.replace(config.model, remat=False)
     flops = float(model_flops(model).training)
     if model.architecture == "decoder" and model.attention != "none":
-        # Forward 2 products of 2 T T D operations, backward twice that; half of it falls away.
-        flops -= 3 * 2 * model.context**2 * model.d_model * model.num_layers
+        reach = min(model.window or model.context, model.context)
+        scores = reach * model.context - reach * (reach - 1) // 2
+        # Forward 2 products of 2 D operations for each score, backward twice that.
+        flops -= 3 * 4 * model.d_model * model.num_layers * (model.context**2 - scores)
     return flops * config.train.batch_size
 
 
