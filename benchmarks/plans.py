@@ -25,6 +25,8 @@ from transformer_jax.planning.child import plan_elsewhere
 from transformer_jax.planning.plan import Plan
 from transformer_jax.planning.search import search
 from transformer_jax.planning.show import HEADERS, row
+from transformer_jax.presets import TINY_SHAKESPEARE
+from transformer_jax.training.mesh import mesh_text
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "plans.md"
@@ -78,7 +80,7 @@ def config_of(case: Case) -> Config:
     config = load_config(file) if file.exists() else preset(case.model)
     model = dataclasses.replace(config.model, remat=case.remat, attention_dropout=0.0, compute_dtype="bfloat16")
     train = dataclasses.replace(config.train, batch_size=case.rows, accumulate=1)
-    return resolve(dataclasses.replace(config, model=model, train=train), config.model.vocab_size or 65)
+    return resolve(dataclasses.replace(config, model=model, train=train), config.model.vocab_size or TINY_SHAKESPEARE)
 
 
 def answer(case: Case) -> Plan | str:
@@ -103,7 +105,7 @@ def line(case: Case, found: Plan | str) -> str:
     """A line of a table."""
     if isinstance(found, str):
         cells: tuple[str, ...] = (
-            mesh_name(case.mesh),
+            mesh_text(case.mesh),
             f"{case.rows:,}",
             "yes" if case.remat else "no",
             found,
@@ -148,10 +150,10 @@ def main(folder: Path | None) -> None:
         jax=metadata.version("jax"),
         libtpu=metadata.version("libtpu"),
         cases="\n".join(line(case, found) for case, found in asked),
-        sent="\n".join(f"- {mesh_name(case.mesh)}: {sent(found)}" for case, found in asked if case.model == "gpt2"),
+        sent="\n".join(f"- {mesh_text(case.mesh)}: {sent(found)}" for case, found in asked if case.model == "gpt2"),
         states=spread([found.compiled.arguments / found.state for found in fitting]),
         temporaries=spread([found.compiled.temporaries / found.temporaries for found in fitting]),
-        best=f"--mesh {mesh_name(best.mesh)}",
+        best=f"--mesh {mesh_text(best.mesh)}",
         rows=f"{best.rows:,}",
         remat="with" if best.remat else "without",
         utilisation=f"{best.utilisation:.1%}",
@@ -160,11 +162,6 @@ def main(folder: Path | None) -> None:
         rule="---|" * len(HEADERS),
     )
     PAGE.write_text(text, encoding="utf-8")
-
-
-def mesh_name(mesh: dict[str, int]) -> str:
-    """As users write it."""
-    return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 TEXT = """# Training on TPU slices, before paying for one

@@ -5,17 +5,16 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+_PIPED_WIDTH = 100
+"""Of drawings that go to a file or to another program."""
+
 
 class Output:
-    """The terminal; or a file or another program, for which nothing is wrapped or cut off.
+    """The terminal; or a file or another program, for which nothing is wrapped or cut off."""
 
-    Args:
-      piped_width: Of drawings that go to a file or to another program.
-    """
-
-    def __init__(self, piped_width: int = 100) -> None:
+    def __init__(self) -> None:
         console = Console(highlight=False, emoji=False, markup=False)
-        self.width = console.width if console.is_terminal else piped_width
+        self.width = console.width if console.is_terminal else _PIPED_WIDTH
         self._console = console if console.is_terminal else Console(file=console.file, markup=False, width=10_000)
 
     def say(self, text: str) -> None:

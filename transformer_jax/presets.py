@@ -11,6 +11,9 @@ from transformer_jax.checks import unknown
 from transformer_jax.config import Config, ModelConfig, OptimConfig, TrainConfig
 from transformer_jax.errors import ConfigError
 
+TINY_SHAKESPEARE = 65
+"""Symbols of the benchmark text: the vocabulary where a config leaves it open and there are no data to ask."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:

@@ -9,9 +9,8 @@ from transformer_jax.commands.terminal import note, prog
 from transformer_jax.config import Config, resolve
 from transformer_jax.config_files import load_config
 from transformer_jax.errors import ConfigError
+from transformer_jax.presets import TINY_SHAKESPEARE
 from transformer_jax.training.mesh import parse_mesh
-
-_SYMBOLS = 65
 
 
 @dataclasses.dataclass
@@ -74,6 +73,6 @@ def _with_symbols(config: Config) -> Config:
     lacking = [name for name, size in sizes.items() if size is None and (pairs or name == "vocab_size")]
     if lacking:
         flags = " and ".join(f"--model.{name.replace('_', '-')} N" for name in lacking)
-        note(f"taking {_SYMBOLS} symbols, as in tiny Shakespeare; {flags} for others")
-    found = {name: size or (_SYMBOLS if name in lacking else None) for name, size in sizes.items()}
+        note(f"taking {TINY_SHAKESPEARE} symbols, as in tiny Shakespeare; {flags} for others")
+    found = {name: size or (TINY_SHAKESPEARE if name in lacking else None) for name, size in sizes.items()}
     return resolve(config, **found)

@@ -14,12 +14,7 @@ from transformer_jax.inspection.diagram import diagram
 from transformer_jax.inspection.figures import Figures, changed, different_parameters, figures, idle_fields
 from transformer_jax.nn import kernels
 from transformer_jax.output import Output
-from transformer_jax.presets import PRESETS
-
-TINY_SHAKESPEARE = 65
-"""Symbols of the benchmark text: the vocabulary of a config that leaves it open."""
-_PIPED_WIDTH = 100
-"""Of a diagram that goes to a file or to another program."""
+from transformer_jax.presets import PRESETS, TINY_SHAKESPEARE
 
 
 def inspect(
@@ -104,7 +99,7 @@ def _to_dict(names: list[str], configs: list[Config], found: list[Figures]) -> d
 
 
 def _show_one(name: str, model: ModelConfig, found: Figures) -> None:
-    out = Output(_PIPED_WIDTH)
+    out = Output()
     out.say(f"{name}: {PRESETS[name].text if name in PRESETS else model.architecture}")
     out.drawing(terminal.render(diagram(model), out.width), terminal.to_ascii)
     rows = [(p.path, f"{p.dtype}{_shape(p.shape)}", p.count) for p in found.parameters]
@@ -119,7 +114,7 @@ def _show_one(name: str, model: ModelConfig, found: Figures) -> None:
 
 
 def _show_two(names: list[str], configs: list[Config], found: list[Figures]) -> None:
-    out = Output(_PIPED_WIDTH)
+    out = Output()
     rows = [(field, *_effective(field, values, configs)) for field, values in differences(*configs).items()]
     rows = [row for row in rows if set(row[1:]) != {"-"}]
     out.table(["field", *names], rows) if rows else out.say("the configs do not differ")

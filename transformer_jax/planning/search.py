@@ -8,6 +8,7 @@ from transformer_jax.errors import ConfigError, TransformerJaxError
 from transformer_jax.planning import chips
 from transformer_jax.planning.child import plan_elsewhere
 from transformer_jax.planning.plan import Plan
+from transformer_jax.training.mesh import mesh_text
 
 MARGIN = 1.1
 """What a compiled step is taken to need over what its shapes say, before it is known."""
@@ -43,7 +44,7 @@ def search(config: Config, topology: str, report: Callable[[Plan | str], None]) 
                     report(plan)
                     found.append(plan)
             except TransformerJaxError as error:  # it does not divide, or the compiler died
-                refused = f"{','.join(f'{name}={size}' for name, size in mesh.items())}: {error}"
+                refused = f"{mesh_text(mesh)}: {error}"
                 report(refused)
     if not found:
         raise ConfigError(f"no mesh of {topology} works; the last was {refused}")

@@ -6,6 +6,7 @@ from math import isfinite
 
 from transformer_jax.output import Output
 from transformer_jax.planning.plan import KERNEL_EFFICIENCY, Plan
+from transformer_jax.training.mesh import mesh_text
 
 _SHOWN = 12
 """Collectives in the table; the rest are added up."""
@@ -14,7 +15,7 @@ _SHOWN = 12
 def show(plan: Plan) -> None:
     """Prints a plan."""
     out = Output()
-    out.say(f"{_devices(plan)}: {_mesh(plan.mesh)}; {plan.rows:,} rows in a step")
+    out.say(f"{_devices(plan)}: {mesh_text(plan.mesh)}; {plan.rows:,} rows in a step")
     rows = [(leaf.path, str(list(leaf.shape)), f"[{leaf.split}]", leaf.bytes) for leaf in plan.leaves]
     out.table(["parameter", "shape", "split by", "bytes per device"], rows)
     totals = [
@@ -89,7 +90,7 @@ def show_search(plans: Sequence[Plan]) -> None:
         out.say("nothing that was tried fits")
     else:
         out.say(
-            f"best: --mesh {_mesh(best.mesh)} --train.batch-size {best.rows} "
+            f"best: --mesh {mesh_text(best.mesh)} --train.batch-size {best.rows} "
             f"{'--model.remat' if best.remat else '--model.no-remat'}"
         )
 
@@ -100,7 +101,7 @@ HEADERS = ("mesh", "rows", "remat", "memory", "seconds", "tokens/s", "utilisatio
 
 def row(plan: Plan) -> tuple[str, ...]:
     """A plan in a line of a table."""
-    start = _mesh(plan.mesh), f"{plan.rows:,}", "yes" if plan.remat else "no"
+    start = mesh_text(plan.mesh), f"{plan.rows:,}", "yes" if plan.remat else "no"
     if not plan.fits:
         return (*start, _misfit(plan), "-", "-", "-")
     used = f"{_gib(plan.compiled.total)} of {_gib(plan.memory)}"
@@ -120,10 +121,6 @@ def _misfit(plan: Plan) -> str:
 
 def _devices(plan: Plan) -> str:
     return f"{plan.devices} devices of {plan.topology}" if plan.topology else f"{plan.devices} simulated devices"
-
-
-def _mesh(mesh: dict[str, int]) -> str:
-    return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def _gib(size: float) -> str:

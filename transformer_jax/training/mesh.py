@@ -34,6 +34,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """The inverse of `parse_mesh`."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
 def check_mesh(sizes: Mapping[str, int]) -> None:
     """Holds a mesh to known axes, positive sizes, and at most one -1.
 
@@ -64,7 +69,7 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, int, int]:
     """
     check_mesh(sizes)
     known = math.prod(size for size in sizes.values() if size != -1)
-    said = ",".join(f"{name}={size}" for name, size in sizes.items())
+    said = mesh_text(sizes)
     if -1 in sizes.values() and devices % known:
         raise ConfigError(f"mesh {said}: {known} does not divide the {devices} devices; choose a divisor of {devices}")
     if -1 not in sizes.values() and known != devices:
