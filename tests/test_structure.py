@@ -32,7 +32,9 @@ ROOMS = [
     ["training.hosts"],
     ["training.mesh", "training.losses", "training.optim", "training.sharding", "training.metrics"],
     ["training.step"],
+    ["training.digests"],
     ["training.checkpoint"],
+    ["training.saving", "training.diagnosis", "training.reporter"],
     ["training.runs"],
     ["training.error_rates"],
     ["training.evaluate", "training.samples"],
@@ -45,7 +47,7 @@ ROOMS = [
 ]
 INSIDE = {
     "planning": ["chips", "hlo", "plan", "child", "search", "show"],
-    "commands": ["terminal", "overrides", "train", "sample", "evaluate", "inspect", "plan"],
+    "commands": ["terminal", "overrides", "train", "sample", "evaluate", "inspect", "checkpoints", "plan"],
     "inspection": ["diagram", "figures", "terminal", "svg", "command"],
     "nn": [
         "inputs",

@@ -4,10 +4,17 @@ import os
 import sys
 
 from transformer_jax.checks import unknown
-from transformer_jax.commands import evaluate, inspect, plan, sample, train
+from transformer_jax.commands import checkpoints, evaluate, inspect, plan, sample, train
 from transformer_jax.errors import ConfigError, TransformerJaxError
 
-COMMANDS = {"train": train, "sample": sample, "evaluate": evaluate, "inspect": inspect, "plan": plan}
+COMMANDS = {
+    "train": train,
+    "sample": sample,
+    "evaluate": evaluate,
+    "inspect": inspect,
+    "checkpoints": checkpoints,
+    "plan": plan,
+}
 """Modules with `Options`, whose first line says what the command does, and `run(args) -> status`."""
 
 _USAGE_STATUS = 2
@@ -53,7 +60,7 @@ def _help() -> str:
         [
             "usage: transformer-jax COMMAND [options]",
             "",
-            *(f"  {name:<10}{command.Options.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()),
+            *(f"  {name:<13}{command.Options.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()),
             "",
             "COMMAND --help lists the options of each; --debug shows where an error comes from.",
         ]

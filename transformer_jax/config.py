@@ -263,7 +263,11 @@ class TrainConfig:
       log_every, eval_every, save_every: Updates between log lines, evaluations and checkpoints; each checkpoint is
         evaluated too.
       eval_chars: Characters of the validation text, or symbols of its targets, read while training; the end uses all.
-      keep: Newest checkpoints kept, besides the best.
+      keep, keep_best: Newest checkpoints kept, and those with the lowest validation loss.
+      keep_every: Each checkpoint at a multiple of this many updates is kept too; None keeps no others.
+      max_skipped: Updates in a row that are left out because their loss or gradients are not finite: parameters stay,
+        and the schedule and the data move on. At one more the run stops; 0 stops at the first.
+      deterministic: Have a GPU compute the same bits each time, which costs speed; CPUs and TPUs do so anyway.
       seed: Of parameters, data order and dropout. 0 is a seed like any other.
       label_smoothing: Weight of the uniform distribution in the targets.
       z_loss: Weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022, section 5).
@@ -280,6 +284,10 @@ class TrainConfig:
     eval_chars: int = 16_384
     save_every: int = 500
     keep: int = 2
+    keep_best: int = 1
+    keep_every: int | None = None
+    max_skipped: int = 0
+    deterministic: bool = False
     seed: int = 0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -289,9 +297,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self, "train")
         counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_chars", "save_every", "keep")
-        check_positive(self, "train", counts)
+        check_positive(self, "train", (*counts, "keep_best", "keep_every"))
         check_rates(self, "train", ("label_smoothing", "average_decay"))
-        for name, top in (("seed", 2**32 - 1), ("sample_chars", 10**6)):
+        for name, top in (("seed", 2**32 - 1), ("sample_chars", 10**6), ("max_skipped", 10**6)):
             if not 0 <= getattr(self, name) <= top:
                 raise ConfigError(f"train.{name} must be between 0 and {top}, got {getattr(self, name)}")
         if not 0 <= self.z_loss < float("inf"):

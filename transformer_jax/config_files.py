@@ -68,7 +68,7 @@ def find_config(what: str, report: Callable[[str], None]) -> Config:
 
 
 def stored_config(out: Path, report: Callable[[str], None]) -> Config:
-    """The config of the newest checkpoint of a run that says what it is.
+    """The config of the newest checkpoint of a run that says what it is; of its folder where it never saved one.
 
     Args:
       out: The run's folder.
@@ -77,8 +77,10 @@ def stored_config(out: Path, report: Callable[[str], None]) -> Config:
     Raises:
       CheckpointError: If there is none.
     """
-    from transformer_jax.training.runs import RunFolder
+    from transformer_jax.training.runs import RunFolder, never_saved
 
+    if never_saved(out):
+        return load_config(RunFolder(out).config)
     checkpoints = RunFolder(out).checkpoints
     for step in reversed(checkpoints.steps()):
         try:

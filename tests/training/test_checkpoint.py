@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import random
 import shutil
@@ -9,12 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from transformer_jax import Config, ModelConfig, OptimConfig
+from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig
 from transformer_jax.config import resolve
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, best_step, kept_steps, like
+from transformer_jax.training.digests import sha256_digests
 from transformer_jax.training.runs import abstract_state
+from transformer_jax.training.saving import Saver
 from transformer_jax.training.step import init_state
 
 NAN = float("nan")
@@ -34,13 +37,20 @@ def state():
 
 
 def metadata(step, val_loss=None):
-    return Metadata(step, 8 * step, 1.5, val_loss, CONFIG, Vocab("abc"), {"name": "x", "sha256": "0"})
+    metrics = {"loss": 3.5} | ({} if val_loss is None else {"val_loss": val_loss})
+    return Metadata(step, 8 * step, 1.5, metrics, CONFIG, Vocab("abc"), {"name": "x", "sha256": "0"})
+
+
+def save(checkpoints, state, meta):
+    """Keeps all that are there."""
+    with Saver(checkpoints, TrainConfig(keep=100)) as saver:
+        saver.save(state, meta)
 
 
 def saved(folder, state, *steps):
     checkpoints = Checkpoints(folder)
     for step in steps:
-        checkpoints.save(state.replace(step=state.step + step), metadata(step))
+        save(checkpoints, state.replace(step=state.step + step), metadata(step))
     return checkpoints
 
 
@@ -103,7 +113,7 @@ def test_foreign_and_unfinished_folders_do_not_count(state, tmp_path):
     (tmp_path / "11").write_text("a file")
     assert checkpoints.steps() == [5]
     assert newest(checkpoints)[0].step == 5
-    checkpoints.save(state, metadata(9))  # what stood in the way is set aside
+    save(checkpoints, state, metadata(9))  # what stood in the way is set aside
     assert checkpoints.steps() == [5, 9]
 
 
@@ -153,7 +163,7 @@ def test_other_format_is_refused_by_name(state, tmp_path):
     checkpoints = saved(tmp_path, state, 5)
     path = tmp_path / "5" / "metadata" / "metadata"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, and this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 99, and this version reads 1 and 2"):
         checkpoints.metadata(5)
 
 
@@ -164,20 +174,20 @@ def test_a_failing_save_is_an_error_and_harms_nothing(state, tmp_path):
     (tmp_path / "c").rename(moved)
     (tmp_path / "c").write_text("in the way")
     with pytest.raises(CheckpointError, match="checkpoint 9 could not be written"):
-        checkpoints.save(state, metadata(9))
+        save(checkpoints, state, metadata(9))
     assert newest(Checkpoints(moved))[0].step == 5
 
 
 def test_saving_a_step_twice_keeps_the_first(state, tmp_path):
     checkpoints = saved(tmp_path, state, 5)
-    checkpoints.save(state, metadata(5, val_loss=1.0))
+    save(checkpoints, state, metadata(5, val_loss=1.0))
     assert checkpoints.metadata(5).val_loss is None
 
 
 def test_prune_keeps_the_newest_and_the_best(state, tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step, loss in enumerate([2.0, 1.0, NAN, 3.0, 2.5]):
-        checkpoints.save(state, metadata(step, loss))
+        save(checkpoints, state, metadata(step, loss))
     checkpoints.prune(2)
     assert checkpoints.steps() == [1, 3, 4]
     assert checkpoints.best() == 1
@@ -220,11 +230,103 @@ def test_every_flipped_bit_is_found(state, tmp_path):
     assert found  # about one in three; the rest are bytes that Orbax writes and does not read
 
 
+def rewrite(folder, step, **fields):
+    """Changes what a checkpoint says of itself, and signs it anew."""
+    path = folder / str(step) / "metadata" / "metadata"
+    old = Metadata.from_dict(json.loads(path.read_text()))
+    path.write_text(json.dumps(dataclasses.replace(old, **fields).to_dict()))
+
+
 def test_a_value_that_changed_is_named(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    rewrite(tmp_path, 5, digests={**checkpoints.metadata(5).digests, "params/head/kernel": "0"})
+    meta, whole = checkpoints.metadata(5), abstract_state(CONFIG)
+    for read in (lambda: checkpoints.restore(meta, like(whole, SHARDING)), lambda: checkpoints.verify(meta, whole)):
+        with pytest.raises(CheckpointError, match="checkpoint 5 .* params/head/kernel is not what was saved"):
+            read()
+
+
+def test_metadata_that_changed_are_found(state, tmp_path):
+    """Also where the file is still good JSON of a good config."""
+    checkpoints = saved(tmp_path, state, 5)
+    path = tmp_path / "5" / "metadata" / "metadata"
+    text = path.read_text()
+    assert '"examples": 40' in text
+    path.write_text(text.replace('"examples": 40', '"examples": 48'))
+    with pytest.raises(CheckpointError, match="checkpoint 5 .* is damaged: ValueError: the metadata are not what"):
+        checkpoints.metadata(5)
+
+
+def test_the_first_format_can_be_read(state, tmp_path):
+    """As version 0.1.0 wrote it: a loss in place of metrics, SHA-256 of the arrays, none of the metadata."""
     checkpoints = saved(tmp_path, state, 5)
     path = tmp_path / "5" / "metadata" / "metadata"
     values = json.loads(path.read_text())
-    values["digests"]["params/head/kernel"] = "0"
-    path.write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="checkpoint 5 .* params/head/kernel is not what was saved"):
-        checkpoints.restore(checkpoints.metadata(5), like(abstract_state(CONFIG), SHARDING))
+    for name in ("metrics", "sha256", "mesh"):
+        del values[name]
+    stored = state.replace(step=state.step + 5)
+    path.write_text(json.dumps({**values, "format": 1, "val_loss": 2.5, "digests": sha256_digests(stored)}))
+    meta, restored, _ = newest(checkpoints)
+    assert (meta.step, meta.val_loss, meta.config) == (5, 2.5, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, restored, stored)
+    checkpoints.verify(meta, abstract_state(CONFIG))
+    path.write_text(json.dumps({**values, "format": 1, "val_loss": 2.5, "digests": sha256_digests(state)}))
+    with pytest.raises(CheckpointError, match="step is not what was saved"):
+        newest(checkpoints)
+    with pytest.raises(CheckpointError, match="step is not what was saved"):
+        checkpoints.verify(checkpoints.metadata(5), abstract_state(CONFIG))
+
+
+def test_each_process_can_verify_its_share(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    names = list(checkpoints.metadata(5).digests)
+    rewrite(tmp_path, 5, digests={**checkpoints.metadata(5).digests, names[4]: "0"})
+    for me in range(3):
+        share = slice(me, None, 3)
+        if 4 in range(len(names))[share]:
+            with pytest.raises(CheckpointError, match=f"{names[4]} is not what was saved"):
+                checkpoints.verify(checkpoints.metadata(5), abstract_state(CONFIG), share)
+        else:
+            checkpoints.verify(checkpoints.metadata(5), abstract_state(CONFIG), share)
+    checkpoints.verify(checkpoints.metadata(5), abstract_state(CONFIG), slice(len(names), None))
+
+
+def test_sizes_are_compared_before_memory_is_taken(state, tmp_path):
+    """The config of the metadata asks for a model that no memory could hold."""
+    checkpoints = saved(tmp_path, state, 5)
+    huge = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, d_model=2**20, num_heads=2))
+    rewrite(tmp_path, 5, config=huge)
+    with pytest.raises(CheckpointError, match=r"is float32 \[.*8.*\], and float32 \[.*1048576.*\] is expected"):
+        newest(checkpoints)
+    with pytest.raises(CheckpointError, match="is expected"):
+        checkpoints.verify(checkpoints.metadata(5), abstract_state(huge))
+
+
+def test_what_lies_beside_checkpoints(state, tmp_path):
+    checkpoints = saved(tmp_path, state, 5)
+    for name in ("9.orbax-checkpoint-tmp", "7.aside-0", "3.deleting", "notes", "007", "x.orbax-checkpoint-tmp", "11"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "4.deleting").write_text("a file")
+    kinds = {
+        "11": "not a checkpoint",
+        "007": "not a checkpoint",
+        "3.deleting": "was being deleted",
+        "4.deleting": "not a checkpoint",
+        "7.aside-0": "set aside: in the way of a newer one",
+        "9.orbax-checkpoint-tmp": "a save that was cut off",
+        "notes": "not a checkpoint",
+        "x.orbax-checkpoint-tmp": "not a checkpoint",
+    }
+    assert checkpoints.others() == kinds
+    checkpoints.prune(1)
+    gone = {"3.deleting", "9.orbax-checkpoint-tmp"}
+    assert set(checkpoints.others()) == kinds.keys() - gone
+    assert checkpoints.steps() == [5]
+
+
+def test_what_is_kept():
+    losses = {0: None, 10: 2.0, 20: 1.0, 30: 1.5, 40: NAN, 50: 3.0, 60: 2.5}
+    assert kept_steps(losses, 1, 2) == {60, 20, 30}
+    assert kept_steps(losses, 2, 1, 20) == {0, 20, 40, 50, 60}
+    assert kept_steps(losses, 3, 0) == {40, 50, 60}
+    assert kept_steps({}, 2, 2, 10) == set()

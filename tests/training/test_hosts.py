@@ -340,7 +340,7 @@ def test_the_rows_of_processes_make_up_the_batch(families, name):
 
 
 def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_SEEN_WITHIN", 0.1)
+    monkeypatch.setattr(hosts, "SEEN_WITHIN", 0.1)
     for name, stub in (
         ("alone", lambda: False),
         ("numbers", lambda: (1, range(2))),

@@ -18,7 +18,6 @@ from transformer_jax.config import to_dict
 from transformer_jax.data.batches import Windows
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 from transformer_jax.training import loop, runs
-from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.metrics import read_metrics
 from transformer_jax.training.sharding import default_placement
 
@@ -99,7 +98,7 @@ def test_resume_is_exact(families, tmp_path, architecture, optimizer):
 @pytest.mark.slow
 def test_only_training_counts_as_training(tiny_config, tmp_path, monkeypatch):
     """Not compiling, evaluating or saving, which take 2 s each time here."""
-    for kind, name in ((loop.Evaluator, "loss"), (Checkpoints, "save")):
+    for kind, name in ((loop.Evaluator, "loss"), (loop.Saver, "save")):
         original = getattr(kind, name)
 
         def slow(*args, original=original):

@@ -1,30 +1,42 @@
 """Checkpoints: the state by Orbax, and beside it all that is needed to use it, as one unit.
 
-A checkpoint is the folder `checkpoints/STEP`. Orbax writes it under another name and renames it when it is whole, so
-a save that is cut off leaves a folder that no reader takes for a checkpoint.
+A checkpoint is the folder `checkpoints/STEP`. It is written under another name and renamed when it is whole, so a save
+that is cut off leaves a folder that no reader takes for a checkpoint. How one is written stands in `saving`.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from transformer_jax.config import Config, from_dict, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, TransformerJaxError
-from transformer_jax.fetch import fetch
 from transformer_jax.training import hosts
+from transformer_jax.training.digests import digests, numpy_digest, sha256_digest, sha256_digests
 from transformer_jax.training.optim import leaf_name
 
-FORMAT = 1
-"""Of the metadata. A reader refuses any other."""
+FORMAT = 2
+"""Of the metadata that is written. Format 1, without a digest of itself, is read too; any other is refused."""
+
+_LARGEST_METADATA = 1 << 28
+"""Bytes: many times what the largest vocabulary and the deepest tree of parameters take."""
+
+_OURS = re.compile(r"(0|[1-9][0-9]*)(?:\.(?:(aside)-[0-9]+|(deleting)|(orbax-checkpoint-tmp)))?")
+_KINDS = {
+    "aside": "set aside: in the way of a newer one",
+    "deleting": "was being deleted",
+    "orbax-checkpoint-tmp": "a save that was cut off",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,76 +47,114 @@ class Metadata:
       step: Updates made.
       examples: Training examples seen: the place in the data.
       seconds: Time spent training.
-      val_loss: Nats per target on the fixed part of the validation data; None where it was not evaluated.
+      metrics: Of this step, as in the run's log: "loss", "val_loss" and the like, those that were measured.
       config: Resolved.
       vocab: Of the text, or of the targets.
       corpus: Name and SHA-256 of the data.
       source_vocab: Of the sources, where there are any.
-      digests: SHA-256 of each array of the state, by its path; filled in by `Checkpoints.save`. Orbax has none, and
-        restores a flipped bit in silence.
+      mesh: Of the devices that wrote it, as text; for information.
+      digests: Of each array of the state, by its path. Orbax has none, and restores a flipped bit in silence.
+      format: Of the file.
     """
 
     step: int
     examples: int
     seconds: float
-    val_loss: float | None
+    metrics: Mapping[str, float]
     config: Config
     vocab: Vocab
     corpus: Mapping[str, str]
     source_vocab: Vocab | None = None
+    mesh: str = ""
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    format: int = FORMAT
+
+    @property
+    def val_loss(self) -> float | None:
+        """Nats per target on the fixed part of the validation data; None where it was not evaluated."""
+        return self.metrics.get("val_loss")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, with a digest of the rest."""
+        values = {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "metrics": dict(self.metrics),
+            "config": to_dict(self.config),
+            "vocab": self.vocab.to_dict(),
+            "source_vocab": None if self.source_vocab is None else self.source_vocab.to_dict(),
+            "corpus": dict(self.corpus),
+            "digests": dict(self.digests),
+        }
+        return {**values, "sha256": _sha256(values)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "Metadata":
+        """Reads what `to_dict` made, or an older version of it.
+
+        Raises:
+          CheckpointError: If it is of another format.
+          ValueError, KeyError, TypeError, AttributeError: If it is damaged.
+        """
+        written = values.get("format")
+        if written not in (1, FORMAT):
+            raise CheckpointError(
+                f"it has format {written!r}, and this version reads 1 and {FORMAT}; use the version that wrote it"
+            )
+        if written == 1:
+            loss = values["val_loss"]
+            metrics = {} if loss is None else {"val_loss": float(loss)}
+        else:
+            if values.pop("sha256") != _sha256(values):
+                raise ValueError("the metadata are not what was saved")
+            metrics = {name: float(value) for name, value in values["metrics"].items()}
+        source_vocab = values.get("source_vocab")  # the first runs have none
+        return cls(
+            step=int(values["step"]),
+            examples=int(values["examples"]),
+            seconds=float(values["seconds"]),
+            metrics=metrics,
+            config=from_dict(values["config"]),
+            vocab=Vocab.from_dict(values["vocab"]),
+            corpus=dict(values["corpus"]),
+            source_vocab=None if source_vocab is None else Vocab.from_dict(source_vocab),
+            mesh=str(values.get("mesh", "")),
+            digests=dict(values["digests"]),
+            format=written,
+        )
+
+
+def _sha256(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 class Checkpoints:
     """The checkpoints of a run, in a folder that all processes share.
 
-    All processes must save, restore, prune and discard together: each writes and reads its part of the state, and the
-    first does what is to be done once.
+    All processes must restore, prune and discard together: each reads its part of the state, and the first does what
+    is to be done once.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, oldest first. Empty, foreign and half-written folders do not count."""
         if not self.folder.is_dir():
             return []
         whole = (p for p in self.folder.iterdir() if p.name.isdecimal() and (p / "metadata").is_dir())
-        return sorted(int(p.name) for p in whole if str(int(p.name)) == p.name)
+        return sorted(int(p.name) for p in whole if _OURS.fullmatch(p.name))
 
-    def save(self, state: Any, metadata: Metadata) -> None:
-        """Writes one checkpoint and returns when it is on disk. One that is there for this step is kept as it is.
+    def others(self) -> dict[str, str]:
+        """What else lies in the folder, and what it is."""
+        if not self.folder.is_dir():
+            return {}
+        steps = set(map(str, self.steps()))
+        return {p.name: _kind(p) for p in sorted(self.folder.iterdir()) if p.name not in steps}
 
-        Raises:
-          CheckpointError: If it cannot be written; those before it are untouched.
-        """
-        with hosts.agreed(f"checkpoint {metadata.step}"):
-            there = hosts.is_first() and metadata.step in self.steps()
-            if hosts.is_first() and not there:
-                self._set_aside(metadata.step)
-        if hosts.first_says("the checkpoints", there):
-            return
-        values = {
-            "format": FORMAT,
-            **{f.name: getattr(metadata, f.name) for f in dataclasses.fields(Metadata)},
-            "config": to_dict(metadata.config),
-            "vocab": metadata.vocab.to_dict(),
-            "source_vocab": None if metadata.source_vocab is None else metadata.source_vocab.to_dict(),
-            "corpus": dict(metadata.corpus),
-            "digests": digests(state),
-        }
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), metadata=ocp.args.JsonSave(values))
-        try:
-            self._orbax.save(self.folder / str(metadata.step), args=items)
-        except Exception as error:  # a full disk shows as almost anything
-            if hosts.is_lost(error):
-                raise
-            newest = max(self.steps(), default=None)
-            way_out = "there is no checkpoint yet" if newest is None else f"the run can be resumed from step {newest}"
-            raise CheckpointError(
-                f"checkpoint {metadata.step} could not be written to {self.folder}: {_brief(error)}; {way_out}"
-            ) from error
+    def size(self, step: int) -> int:
+        """Bytes of a checkpoint's files."""
+        files = (p for p in (self.folder / str(step)).rglob("*") if p.is_file() and not p.is_symlink())
+        return sum(p.stat().st_size for p in files)
 
     def metadata(self, step: int) -> Metadata:
         """Reads what a checkpoint says of itself.
@@ -114,27 +164,15 @@ class Checkpoints:
         """
         if step not in self.steps():
             raise CheckpointError(f"no checkpoint {step} in {self.folder}; there are {self._listed()}")
+        path = self.folder / str(step) / "metadata" / "metadata"
         try:
-            values = json.loads((self.folder / str(step) / "metadata" / "metadata").read_text(encoding="utf-8"))
-            if values.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"checkpoint {step} in {self.folder} has format {values.get('format')!r}, and this version reads "
-                    f"{FORMAT}; use the version that wrote it"
-                )
-            source_vocab = values.get("source_vocab")  # the first runs have none
-            return Metadata(
-                step=int(values["step"]),
-                examples=int(values["examples"]),
-                seconds=float(values["seconds"]),
-                val_loss=None if values["val_loss"] is None else float(values["val_loss"]),
-                config=from_dict(values["config"]),
-                vocab=Vocab.from_dict(values["vocab"]),
-                corpus=dict(values["corpus"]),
-                source_vocab=None if source_vocab is None else Vocab.from_dict(source_vocab),
-                digests=dict(values["digests"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
+            if not path.is_file() or path.stat().st_size > _LARGEST_METADATA:
+                raise ValueError(f"{path.name} is no file of at most {_LARGEST_METADATA >> 20} MiB")
+            return Metadata.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {step} in {self.folder}: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged(step, error) from error
 
     def restore(self, metadata: Metadata, like: Any) -> Any:
         """Reads a state and checks each array against its digest.
@@ -149,41 +187,75 @@ class Checkpoints:
         step = metadata.step
         with hosts.agreed(f"reading checkpoint {step}"):
             state = self._read(metadata, like)
-        found = digests(state)
+        found = sha256_digests(state) if metadata.format == 1 else digests(state)
         with hosts.agreed(f"checking checkpoint {step}"):
-            wrong = [name for name, digest in found.items() if metadata.digests.get(name) != digest]
-            if wrong:
-                raise CheckpointError(
-                    f"checkpoint {step} in {self.folder} is damaged: {wrong[0]} is not what was saved"
-                )
+            self._compare(metadata, found)
         return state
 
-    def _read(self, metadata: Metadata, like: Any) -> Any:
+    def verify(self, metadata: Metadata, like: Any, part: slice = slice(None)) -> None:
+        """Reads the arrays of a checkpoint into the memory of this host, and looks whether they are what was saved.
+
+        No other process is waited for.
+
+        Args:
+          metadata: Of the checkpoint, from `metadata`.
+          like: The whole state as ShapeDtypeStructs.
+          part: Which of the arrays: several processes share the work.
+
+        Raises:
+          CheckpointError: If it is damaged.
+        """
+        expected = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(like)}
+        if apart := expected.keys() ^ metadata.digests.keys():
+            raise self._damaged(metadata.step, f"{min(apart)} is in one of its state and its metadata")
+        chosen = set(list(expected)[part])
+        wanted = jax.tree.map_with_path(lambda path, x: x if leaf_name(path) in chosen else ocp.PLACEHOLDER, like)
+        digest = sha256_digest if metadata.format == 1 else numpy_digest
+        found = jax.tree_util.tree_leaves_with_path(self._read(metadata, wanted, as_numpy=True)) if chosen else []
+        self._compare(metadata, {leaf_name(path): digest(x) for path, x in found if leaf_name(path) in chosen})
+
+    def _compare(self, metadata: Metadata, found: Mapping[str, str]) -> None:
+        for name, digest in found.items():
+            if metadata.digests.get(name) != digest:
+                raise self._damaged(metadata.step, f"{name} is not what was saved")
+
+    def _damaged(self, step: int, error: BaseException | str) -> CheckpointError:
+        why = error if isinstance(error, str) else brief(error)
+        return CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {why}")
+
+    def _stored(self, step: int) -> dict[str, Any]:
+        """Orbax's metadata of each array on disk, by its path."""
+        try:
+            tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
+            return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        except Exception as error:  # anything, on a damaged file
+            raise self._damaged(step, error) from error
+
+    def _read(self, metadata: Metadata, like: Any, as_numpy: bool = False) -> Any:
         """What `restore` does without the others: where it fails on one process none must wait for it."""
-        step = metadata.step
-        names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
-        lacking = [name for name in names if name not in metadata.digests]
-        if lacking:
-            raise CheckpointError(
-                f"checkpoint {step} in {self.folder} has no {lacking[0]}: another version of this program wrote it; "
-                "read it with that version"
-            )
-        restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+        step, stored = metadata.step, self._stored(metadata.step)
+        for path, x in jax.tree_util.tree_leaves_with_path(like):
+            name = leaf_name(path)
+            if name not in metadata.digests:
+                raise CheckpointError(
+                    f"checkpoint {step} in {self.folder} has no {name}: another version of this program wrote it; "
+                    "read it with that version"
+                )
+            if name not in stored:
+                raise self._damaged(step, f"{name} is missing")
+            if x is not ocp.PLACEHOLDER and not _fits(stored[name], x):  # before anything is read, or memory taken
+                found = f"{stored[name].dtype} {list(stored[name].shape)}"
+                raise self._damaged(step, f"{name} is {found}, and {x.dtype} {list(x.shape)} is expected")
+        if as_numpy:
+            restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
+        else:
+            restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         args = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         try:
-            return self._reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
+            return _reader().restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
         except Exception as error:
             # Orbax and TensorStore raise anything on a damaged file, with pages of text.
-            raise CheckpointError(f"checkpoint {step} in {self.folder} is damaged: {_brief(error)}") from error
-
-    @property
-    def _reader(self) -> ocp.Checkpointer:
-        """Reads as if there were no other process: Orbax waits for all, and for ever where one of them failed."""
-        if hosts.alone():
-            return self._orbax
-        me = jax.process_index()
-        options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-        return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
+            raise self._damaged(step, error) from error
 
     def newest(self, like: Any) -> tuple[Metadata, Any, list[str]]:
         """The newest checkpoint that can be read, by all processes.
@@ -212,24 +284,28 @@ class Checkpoints:
         """The step with the lowest validation loss, or None where none was evaluated."""
         return hosts.first_says("the best checkpoint", best_step(self._losses()) if hosts.is_first() else None)
 
-    def prune(self, keep: int) -> None:
-        """Deletes all but the newest `keep` and the best."""
+    def prune(self, newest: int, best: int = 1, every: int | None = None) -> None:
+        """Deletes all checkpoints but those of `kept_steps`, and what saves left that were cut off."""
         with hosts.agreed("old checkpoints"):
-            losses = self._losses() if hosts.is_first() else {}
-            for step in set(losses) - kept_steps(losses, keep):
+            if not hosts.is_first():
+                return
+            losses = self._losses()
+            for step in set(losses) - kept_steps(losses, newest, best, every):
                 # Renamed first: one that is half deleted must not look like a checkpoint.
-                doomed = (self.folder / str(step)).rename(self.folder / f"{step}.deleting")
-                shutil.rmtree(doomed)
+                (self.folder / str(step)).rename(self.folder / f"{step}.deleting")
+            for name, kind in self.others().items():
+                if kind in (_KINDS["deleting"], _KINDS["orbax-checkpoint-tmp"]):
+                    shutil.rmtree(self.folder / name)
 
     def discard_after(self, step: int) -> list[int]:
         """Moves checkpoints newer than a step out of the way, so that a resumed run can write them again."""
         newer = hosts.first_says("newer checkpoints", [s for s in self.steps() if s > step])
         with hosts.agreed("newer checkpoints"):
             for s in newer if hosts.is_first() else ():
-                self._set_aside(s)
+                self.set_aside(s)
         return newer
 
-    def _set_aside(self, step: int) -> None:
+    def set_aside(self, step: int) -> None:
         """Nothing is deleted that may be of use: what stands in the way is renamed."""
         path = self.folder / str(step)
         if path.exists():
@@ -251,15 +327,20 @@ class Checkpoints:
 
 def best_step(losses: Mapping[int, float | None]) -> int | None:
     """The step with the lowest finite loss; the earliest of equals. What is not a number is never best."""
+    return next(iter(_ranked(losses)), None)
+
+
+def _ranked(losses: Mapping[int, float | None]) -> list[int]:
     finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    return min(finite, key=lambda step: (finite[step], step), default=None)
+    return sorted(finite, key=lambda step: (finite[step], step))
 
 
-def kept_steps(losses: Mapping[int, float | None], keep: int) -> set[int]:
-    """The newest `keep` steps and the best one."""
-    kept = set(sorted(losses)[-keep:])
-    best = best_step(losses)
-    return kept if best is None else kept | {best}
+def kept_steps(losses: Mapping[int, float | None], newest: int, best: int = 1, every: int | None = None) -> set[int]:
+    """The `newest` newest steps, the `best` best ones, and each that `every` divides."""
+    kept = set(sorted(losses)[-newest:])
+    if every is not None:
+        kept |= {step for step in losses if step % every == 0}
+    return kept | set(_ranked(losses)[:best])
 
 
 def like(tree: Any, shardings: Any) -> Any:
@@ -268,13 +349,29 @@ def like(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def digests(tree: Any) -> dict[str, str]:
-    """The SHA-256 of each array of a tree, as a whole, by its path; one is gathered at a time."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path): hashlib.sha256(fetch(x).tobytes()).hexdigest() for path, x in leaves}
+def _reader() -> ocp.Checkpointer:
+    """Reads as if there were no other process: Orbax waits for all, and for ever where one of them failed."""
+    if hosts.alone():
+        return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
 
 
-def _brief(error: BaseException) -> str:
+def _fits(stored: Any, expected: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array on disk is of this shape and type, and its pieces are no larger than the whole."""
+    pieces = stored.storage.chunk_shape if stored.storage else None
+    small = pieces is None or all(a <= max(b, 1) for a, b in zip(pieces, stored.shape, strict=True))
+    return (stored.shape, stored.dtype) == (expected.shape, expected.dtype) and small
+
+
+def _kind(path: Path) -> str:
+    found = _OURS.fullmatch(path.name)
+    mark = next(filter(None, found.groups()[1:]), None) if found and path.is_dir() and not path.is_symlink() else None
+    return _KINDS.get(mark, "not a checkpoint")
+
+
+def brief(error: BaseException) -> str:
     """An error in one line: its beginning, and its end, where the cause often stands."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) < 300 else f'{text[:150]} ... {text[-150:]}'}"

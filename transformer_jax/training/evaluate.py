@@ -19,7 +19,7 @@ from transformer_jax.nn import create_model
 from transformer_jax.training.error_rates import ErrorCounts, measure_errors
 from transformer_jax.training.runs import Run
 from transformer_jax.training.sharding import Placement, check_model, default_placement, mesh_placement
-from transformer_jax.training.step import eval_step
+from transformer_jax.training.step import compiler_options, eval_step
 
 BATCH_SIZE = 64
 """Windows or pairs evaluated at once; changes the speed only."""
@@ -69,7 +69,7 @@ class Evaluator:
     def __init__(self, config: Config, placement: Placement, batch_size: int = BATCH_SIZE) -> None:
         self.rows = batch_size + -batch_size % placement.parts("batch")
         self._placement = placement
-        self._step = jax.jit(partial(eval_step, in_float32(config)))
+        self._step = jax.jit(partial(eval_step, in_float32(config)), compiler_options=compiler_options(config))
 
     def measure(self, params: Any, batches: Iterable[Batch]) -> Sums:
         """The sums over batches of `rows` rows, added up in float64."""

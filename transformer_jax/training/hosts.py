@@ -28,6 +28,9 @@ the connections that break."""
 WAIT_SECONDS = 1800
 """How long a process may keep the others waiting, for example because it downloads its data."""
 
+SEEN_WITHIN = 10.0
+"""Seconds after which what one host writes is seen on all: shared disks remember for a while what was missing."""
+
 _BROKEN = re.compile(r"gloo|nccl|rccl|coordination|heartbeat|connection (closed|reset|refused)|socket closed", re.I)
 """What a connection that breaks says of itself."""
 

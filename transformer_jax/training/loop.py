@@ -1,11 +1,10 @@
 """A whole run: orchestration, input and output. What is computed stands in `step`, `evaluate` and `generation`."""
 
 import dataclasses
-import math
 import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,19 @@ from transformer_jax.errors import TransformerJaxError
 from transformer_jax.nn import kernels
 from transformer_jax.training import hosts, runs, sharding
 from transformer_jax.training.checkpoint import Metadata
+from transformer_jax.training.diagnosis import first_nonfinite
 from transformer_jax.training.evaluate import Evaluator, bits, task_figures
+from transformer_jax.training.mesh import mesh_text
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.optim import with_rates
+from transformer_jax.training.reporter import Reporter
 from transformer_jax.training.resuming import check_resumable
 from transformer_jax.training.samples import sample_text
+from transformer_jax.training.saving import Saver
 from transformer_jax.training.step import TrainState, all_finite, compile_train_step, create_state
 from transformer_jax.training.stopping import Interrupted, Stop, signals
+
+Corpus = TextCorpus | PairCorpus
 
 
 @dataclasses.dataclass
@@ -44,7 +49,7 @@ class _Session:
     """
 
     config: Config
-    corpus: TextCorpus | PairCorpus
+    corpus: Corpus
     run: runs.RunFolder
     placement: sharding.Placement
     evaluator: Evaluator
@@ -93,41 +98,64 @@ def train(
         corpus = load_corpus(config)
     hosts.compare({"the SHA-256 of the data": corpus.sha256}, "all hosts need the same data")
     terminal.say(f"data       {corpus.name}: {corpus.size}, SHA-256 {corpus.sha256[:12]}")
-    with placement.use():
-        with hosts.agreed("the attention"):
-            if kernels.attends(config.model):
-                terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
+    with hosts.agreed("the attention"), placement.use():
+        if kernels.attends(config.model):
+            terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
+    if resume and hosts.first_says("the run", runs.never_saved(out)):
+        terminal.say("resumed    nothing: the run ended before its first checkpoint, and begins anew")
+        resume, overwrite = False, True
+    with placement.use(), runs.claimed(out, make=not resume):
         if resume:
-            run = runs.RunFolder(out)
-            found = {f"the list of checkpoints in {out}": run.checkpoints.steps()}
-            hosts.compare(found, "choose an --out on a disk that all hosts share")
-            metadata, state, skipped = runs.open_newest(run, placement)
-            for line in skipped:
-                terminal.say(f"skipped    {line}")
-            with hosts.agreed("what may change"):
-                config = check_resumable(config, metadata, corpus)
-            runs.check_shared(run)
-            for step in run.checkpoints.discard_after(metadata.step):
-                terminal.say(f"set aside  checkpoint {step}, newer than the one resumed from")
-            state = state.replace(opt_state=with_rates(config.optim, state.opt_state))
-            with hosts.agreed("the run's folder"):
-                if hosts.is_first():
-                    runs.write_json(run.config, to_dict(config))
-            examples, seconds = metadata.examples, metadata.seconds
+            config, state, examples, seconds = _resumed(config, corpus, out, placement, terminal)
         else:
-            with hosts.agreed("the run's folder"):
-                config = _resolved(config, corpus)
-                run = runs.RunFolder(out)
-                if hosts.is_first():
-                    run = runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
-            runs.check_shared(run)
-            state = create_state(config, placement)
-            examples, seconds = 0, 0.0
+            config, state, examples, seconds = _begun(config, corpus, out, placement, overwrite)
+        run = runs.RunFolder(out)
         session = _Session(config, corpus, run, placement, Evaluator(config, placement), terminal)
         terminal.say(f"model      {config.model.architecture}, {state.num_parameters:,} parameters")
         terminal.say(f"run        {out}" + (f", resumed at step {int(state.step)}" if resume else ""))
         state, examples, seconds = _train_steps(session, state, examples, seconds)
         return _finish(session, state, examples, seconds)
+
+
+def _begun(
+    config: Config, corpus: Corpus, out: Path, placement: sharding.Placement, overwrite: bool
+) -> tuple[Config, TrainState, int, float]:
+    """A new run: its resolved config, its first state, no examples and no seconds."""
+    with hosts.agreed("the run's folder"):
+        config = _resolved(config, corpus)
+        if hosts.is_first():
+            runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
+    runs.check_shared(runs.RunFolder(out))
+    return config, create_state(config, placement), 0, 0.0
+
+
+def _resumed(
+    config: Config, corpus: Corpus, out: Path, placement: sharding.Placement, terminal: Terminal
+) -> tuple[Config, TrainState, int, float]:
+    """The newest good state of a run, with the config it goes on with, and the examples and seconds so far."""
+    run = runs.RunFolder(out)
+    found = {f"the list of checkpoints in {out}": run.checkpoints.steps()}
+    hosts.compare(found, "choose an --out on a disk that all hosts share")
+    metadata, state, skipped = runs.open_newest(run, placement)
+    for line in skipped:
+        terminal.say(f"skipped    {line}")
+    for name, kind in run.checkpoints.others().items():
+        terminal.say(f"ignored    {run.checkpoints.folder / name}: {kind}")
+    with hosts.agreed("what may change"):
+        config, changed = check_resumable(config, metadata, corpus)
+    mesh = mesh_text(placement.mesh.shape)
+    if metadata.mesh not in ("", mesh):
+        changed = [*changed, f"the mesh {metadata.mesh} -> {mesh}"]
+    if changed:
+        terminal.say(f"changed    {', '.join(changed)}")
+    runs.check_shared(run)
+    for step in run.checkpoints.discard_after(metadata.step):
+        terminal.say(f"set aside  checkpoint {step}, newer than the one resumed from")
+    with hosts.agreed("the run's folder"):
+        if hosts.is_first():
+            runs.write_json(run.config, to_dict(config))
+    state = state.replace(opt_state=with_rates(config.optim, state.opt_state))
+    return config, state, metadata.examples, metadata.seconds
 
 
 def _settings(
@@ -152,7 +180,7 @@ def _settings(
     }
 
 
-def _resolved(config: Config, corpus: TextCorpus | PairCorpus) -> Config:
+def _resolved(config: Config, corpus: Corpus) -> Config:
     source_size = None if corpus.source_vocab is None else len(corpus.source_vocab)
     return resolve(config, len(corpus.vocab), source_size)
 
@@ -166,48 +194,74 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
     clock = Clock(seconds)
     steps = _CompiledSteps(session, clock, state)
 
-    def save(val_loss: float | None) -> None:
-        if not all_finite(state):
-            raise TransformerJaxError(
-                f"step {step}: the state is not finite and is not saved; the newest checkpoint is "
-                f"{max(checkpoints.steps(), default=None)}; lower --optim.learning-rate"
-            )
-        data = {"name": corpus.name, "sha256": corpus.sha256}
-        vocabs = {"vocab": corpus.vocab, "source_vocab": corpus.source_vocab}
-        checkpoints.save(state, Metadata(step, examples, clock.read(), val_loss, config, corpus=data, **vocabs))
-        checkpoints.prune(settings.keep)
+    def explain(lost: int) -> str:
+        """What to say of an update that is not finite: the parameters are mostly those it began with."""
+        first = examples - (step - lost + 1) * settings.batch_size
+        batch = placement.read(training, first, settings.batch_size)
+        where = first_nonfinite(config, state.params, batch, lost - 1)
+        newest = max(checkpoints.steps(), default=None)
+        return (
+            f"{f'{where} came first' if where else 'where it began is not to be found again'}; the newest checkpoint "
+            f"is {newest}; lower --optim.learning-rate or set --optim.clip-norm"
+        )
 
-    if not hosts.first_says("the checkpoints", checkpoints.steps()):
-        with clock.paused():
-            save(None)  # before training: an unwritable folder is found now
-    with signals() as received, session.terminal.progress(settings.steps, step):
-        stopping = Stop(received)
-        reporter = _Reporter(session, clock, step)
-        while step < settings.steps:
-            batch = placement.read(training, examples, settings.batch_size)
-            state, metrics = steps.of(state, batch)(state, batch)
-            step, examples = step + 1, examples + settings.batch_size
-            reporter.add(step, metrics)
-            due = step % settings.save_every == 0 or step == settings.steps
-            evaluates = due or step % settings.eval_every == 0  # never depends on a signal: best is the same without
-            # Looked at once: a signal that comes while this step is saved stops the next one.
-            stop = stopping.after(step, pause=evaluates) is not None
-            if evaluates or stop:
-                jax.block_until_ready(metrics)
-                with clock.paused():
-                    reporter.refuse_nonfinite()
-                    val_loss = None
-                    if evaluates:
-                        part = corpus.evaluation("tune", evaluator.rows, settings.eval_chars)
-                        val_loss = evaluator.loss(state.eval_params, part)
-                    reporter.flush(val_loss)
-                    if due or stop:
-                        save(val_loss)
-            elif (step - 1) % settings.log_every == 0:
-                # The step before is logged now that this one is under way: the device never waits for a log line.
-                reporter.flush(leave=1)
-            if stop:
-                break
+    def save(metrics: dict[str, float]) -> None:
+        if not all_finite(state):
+            raise TransformerJaxError(f"the state is not finite after step {step}, and is not saved: {explain(step)}")
+        saver.save(
+            state,
+            Metadata(
+                step,
+                examples,
+                clock.read(),
+                metrics,
+                config,
+                vocab=corpus.vocab,
+                source_vocab=corpus.source_vocab,
+                corpus={"name": corpus.name, "sha256": corpus.sha256},
+                mesh=mesh_text(placement.mesh.shape),
+            ),
+        )
+
+    with Saver(checkpoints, settings) as saver, signals() as received:
+        if not hosts.first_says("the checkpoints", checkpoints.steps()):
+            with clock.paused():
+                save({})
+                saver.finish()  # before training: an unwritable folder is found now
+        with session.terminal.progress(settings.steps, step):
+            stopping = Stop(received)
+            log = MetricLog(session.run.metrics, after=step) if hosts.is_first() else None
+            symbols = settings.batch_size * corpus.symbols_per_example
+            reporter = Reporter(settings, symbols, session.terminal, log, clock, step, explain)
+            while step < settings.steps:
+                batch = placement.read(training, examples, settings.batch_size)
+                state, metrics = steps.of(state, batch)(state, batch)
+                step, examples = step + 1, examples + settings.batch_size
+                reporter.add(step, metrics)
+                saver.check()
+                due = step % settings.save_every == 0 or step == settings.steps
+                evaluates = (
+                    due or step % settings.eval_every == 0
+                )  # never depends on a signal: best is the same without
+                # Looked at once: a signal that comes while this step is saved stops the next one.
+                stop = stopping.after(step, pause=evaluates) is not None
+                if evaluates or stop:
+                    jax.block_until_ready(metrics)
+                    with clock.paused():
+                        reporter.look()
+                        val_loss = None
+                        if evaluates:
+                            part = corpus.evaluation("tune", evaluator.rows, settings.eval_chars)
+                            val_loss = evaluator.loss(state.eval_params, part)
+                        figures = reporter.flush(val_loss)
+                        if due or stop:
+                            save(figures)
+                elif (step - 1) % settings.log_every == 0:
+                    # The step before is logged now that this one is under way: the device never waits for a log line.
+                    reporter.flush(leave=1)
+                if stop:
+                    break
+        saver.finish()
         if (signum := stopping.at_last()) is not None:
             raise Interrupted(signum)
     return state, examples, clock.read()
@@ -238,75 +292,6 @@ class _CompiledSteps:
                 width = f" at length {shape[1]}" if "source" in batch else ""
                 self._terminal.say(f"compiled   the training step{width} in {time.monotonic() - began:.1f} s")
         return self._compiled[shape]
-
-
-class _Reporter:
-    """Fetches the metrics of steps late, logs those that are due, and stops a run whose numbers are lost.
-
-    Args:
-      session: Of the run.
-      clock: Runs while training does.
-      step: Updates made so far.
-    """
-
-    def __init__(self, session: _Session, clock: Clock, step: int) -> None:
-        self._session = session
-        self._settings = session.config.train
-        self._log = MetricLog(session.run.metrics, after=step) if hosts.is_first() else None
-        self._clock = clock
-        self._mark = clock.read(), step
-        self._saved = session.run.checkpoints.steps
-        self._pending: list[tuple[int, Any]] = []
-
-    def add(self, step: int, metrics: Any) -> None:
-        """Takes the metrics of a step, which may still be under way."""
-        self._pending.append((step, metrics))
-
-    def refuse_nonfinite(self) -> None:
-        """Looks at the newest step before anything is done with its weights."""
-        if self._pending and not all(math.isfinite(x) for x in jax.device_get(self._pending[-1][1]).values()):
-            self.flush()
-
-    def flush(self, val_loss: float | None = None, leave: int = 0) -> None:
-        """Handles all steps but the newest `leave`; val_loss belongs to the last of these.
-
-        Raises:
-          TransformerJaxError: Naming the first step whose loss or gradient norm is not finite.
-        """
-        count = len(self._pending) - leave
-        items, self._pending = self._pending[:count], self._pending[count:]
-        if not items:
-            return
-        fetched = jax.device_get([metrics for _, metrics in items])
-        records = [
-            {"step": step, **{name: float(figures[name]) for name in ("loss", "learning_rate", "grad_norm")}}
-            for (step, _), figures in zip(items, fetched, strict=True)
-        ]
-        last = records[-1]["step"]
-        (before, first), self._mark = self._mark, (self._clock.read(), last)
-        seconds_per_step = max(self._mark[0] - before, 1e-9) / max(last - first, 1)
-        symbols = self._settings.batch_size * self._session.corpus.symbols_per_example
-        for record in records:
-            _refuse_nonfinite(record, self._saved)
-            evaluated = val_loss is not None and record["step"] == last
-            due = evaluated or record["step"] == 1 or record["step"] % self._settings.log_every == 0
-            if due and self._log is not None:
-                record["tokens_per_second"] = symbols / seconds_per_step
-                if evaluated:
-                    record["val_loss"] = val_loss
-                self._log.write(record)
-                left = (self._settings.steps - record["step"]) * seconds_per_step
-                self._session.terminal.step(record, self._settings.steps, left)
-
-
-def _refuse_nonfinite(record: dict[str, Any], saved: Callable[[], list[int]]) -> None:
-    for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
-        if not math.isfinite(record[name]):
-            raise TransformerJaxError(
-                f"{what} became {record[name]} at step {record['step']} (learning rate {record['learning_rate']:.3g}); "
-                f"the newest checkpoint is {max(saved(), default=None)}; "
-                "lower --optim.learning-rate or set --optim.clip-norm"
-            )
 
 
 def _finish(session: _Session, state: TrainState, examples: int, seconds: float) -> dict[str, Any]:

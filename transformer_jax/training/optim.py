@@ -128,3 +128,8 @@ def learning_rate(config: OptimConfig, opt_state: Any, step: jax.Array) -> jax.A
     """The rate that AdamW applies in the update after `step` updates; Muon's is in the same proportion."""
     peak = optax.tree.get(opt_state, "learning_rate")
     return peak * schedule_shape(config)(step)
+
+
+def with_schedule_of(opt_state: Any, other: Any) -> Any:
+    """An optimiser's state with the place in the schedule of another one."""
+    return (*opt_state[:-1], other[-1])

@@ -5,6 +5,7 @@ import dataclasses
 from transformer_jax.config import Config, differences, resolve
 from transformer_jax.data.batches import TextCorpus
 from transformer_jax.data.pairs import PairCorpus
+from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import ConfigError
 from transformer_jax.training.checkpoint import Metadata
 
@@ -25,10 +26,14 @@ MAY_CHANGE = (
         for name in (
             "accumulate",
             "batch_size",
+            "deterministic",
             "eval_every",
             "keep",
+            "keep_best",
+            "keep_every",
             "label_smoothing",
             "log_every",
+            "max_skipped",
             "sample_chars",
             "save_every",
             "steps",
@@ -39,11 +44,11 @@ MAY_CHANGE = (
 """Fields that a resumed run may set anew. All others decide what the stored state means."""
 
 
-def check_resumable(config: Config, metadata: Metadata, corpus: TextCorpus | PairCorpus) -> Config:
-    """The config with which a run goes on.
+def check_resumable(config: Config, metadata: Metadata, corpus: TextCorpus | PairCorpus) -> tuple[Config, list[str]]:
+    """The config with which a run goes on, and the fields that differ from before, with both values.
 
     Raises:
-      ConfigError: If the text or a field that may not change differs, with both values.
+      ConfigError: If the text, a vocabulary or a field that may not change differs, with both values.
     """
     if corpus.sha256 != metadata.corpus["sha256"]:
         raise ConfigError(
@@ -58,10 +63,21 @@ def check_resumable(config: Config, metadata: Metadata, corpus: TextCorpus | Pai
         for name in ("vocab_size", "source_vocab_size")
     }
     config = resolve(dataclasses.replace(config, optim=optim), **sizes)
-    changed = differences(metadata.config, config)
-    fixed = [f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items() if name not in MAY_CHANGE]
+    changed = {name: f"{name} {old!r} -> {new!r}" for name, (old, new) in differences(metadata.config, config).items()}
+    fixed = [text for name, text in changed.items() if name not in MAY_CHANGE]
     if fixed:
         raise ConfigError(f"a resumed run must keep {', '.join(fixed)}; start a new run with another --out")
+    for name in ("vocab", "source_vocab"):
+        old, new = getattr(metadata, name), getattr(corpus, name)
+        if old != new:
+            raise ConfigError(
+                f"the run's {name} is {_brief(old)} and that of the same data is {_brief(new)}; "
+                "read them with the version of this program that began the run"
+            )
     if config.train.steps < metadata.step:
         raise ConfigError(f"the run has made {metadata.step} steps already, and train.steps is {config.train.steps}")
-    return config
+    return config, list(changed.values())
+
+
+def _brief(vocab: Vocab | None) -> str:
+    return "none" if vocab is None else f"{len(vocab)} symbols, {str(vocab.symbols)[:40]!r}..."

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,12 @@ import jax
 
 from transformer_jax.config import Config, to_dict
 from transformer_jax.data.vocab import Vocab
-from transformer_jax.errors import CheckpointError, ConfigError
+from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 from transformer_jax.training import hosts
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, like
 from transformer_jax.training.metrics import write_whole
 from transformer_jax.training.sharding import Placement, find_devices
 from transformer_jax.training.step import TrainState, init_state
-
-_SEEN_WITHIN = 10.0
-"""Seconds after which what one host writes is seen on all: shared disks remember for a while what was missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +121,11 @@ def create(
     """
     check_new(path, overwrite=overwrite)
     try:
-        if _occupied(path):
-            shutil.rmtree(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for inside in path.iterdir():  # the folder itself stays: this process has claimed it
+            shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
         run = RunFolder(path)
-        (path / "checkpoints").mkdir(parents=True)
+        (path / "checkpoints").mkdir()
         write_json(run.config, to_dict(config))
         write_json(run.vocab, vocab.to_dict())
         if source_vocab is not None:
@@ -135,6 +133,57 @@ def create(
     except OSError as error:
         raise _unusable(path, error) from error
     return run
+
+
+def never_saved(path: Path) -> bool:
+    """Whether a run that was begun at a path ended before its first checkpoint: there is nothing to go on with."""
+    if not path.is_dir() or not is_run(path):
+        return False
+    checkpoints = RunFolder(path).checkpoints
+    return not checkpoints.steps() and not any("aside" in name for name in checkpoints.others())
+
+
+@contextlib.contextmanager
+def claimed(path: Path, *, make: bool) -> Iterator[None]:
+    """Keeps other trainers out of a run's folder for a block; where the disk has no locks, nothing is kept.
+
+    Args:
+      path: Of the folder.
+      make: It where it is missing.
+
+    Raises:
+      ConfigError: If another trainer is at work there; on all processes.
+    """
+    with hosts.agreed("the run's folder"):
+        lock = _lock(path, make) if hosts.is_first() else None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(path: Path, make: bool) -> int | None:
+    try:
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        import fcntl
+
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a killed process leaves no lock behind
+    except BlockingIOError:
+        os.close(folder)
+        raise ConfigError(
+            f"another process trains in {path} at the moment; wait for it, stop it, or choose another --out"
+        ) from None
+    except (ImportError, OSError):
+        pass
+    return folder
 
 
 def check_shared(run: RunFolder) -> None:
@@ -157,7 +206,7 @@ def check_shared(run: RunFolder) -> None:
             except OSError as error:
                 raise _unusable(folder, error) from error
         with hosts.agreed("the run's folder"):
-            until = time.monotonic() + _SEEN_WITHIN
+            until = time.monotonic() + hosts.SEEN_WITHIN
             while not all(mark.exists() for mark in marks):
                 if time.monotonic() > until:
                     raise _not_shared(folder)
@@ -209,6 +258,59 @@ def open_newest(run: RunFolder, placement: Placement) -> tuple[Metadata, TrainSt
     return run.checkpoints.newest(whole)
 
 
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What can be said of a checkpoint.
+
+    Attributes:
+      step: Updates made.
+      bytes: Of its files.
+      metrics: Of its step.
+      good: Whether it can be used, as far as it was looked at.
+      state: In words.
+    """
+
+    step: int
+    bytes: int
+    metrics: Mapping[str, float]
+    good: bool
+    state: str
+
+
+def survey(run: RunFolder, *, verify: bool) -> list[Survey]:
+    """Looks at all checkpoints of a run; with `verify` at every array."""
+    checkpoints, found = run.checkpoints, []
+    steps, best = checkpoints.steps(), checkpoints.best()
+    for step in steps:
+        words = ["newest"] * (step == steps[-1]) + ["best"] * (step == best)
+        metrics: Mapping[str, float] = {}
+        try:
+            metadata = checkpoints.metadata(step)
+            metrics = metadata.metrics
+            if verify:
+                checkpoints.verify(metadata, abstract_state(metadata.config))
+                words.append("verified")
+            good = True
+        except TransformerJaxError as error:
+            words, good = [str(error)], False
+        found.append(Survey(step, checkpoints.size(step), metrics, good, ", ".join(words)))
+    return found
+
+
+def find_run(path: Path) -> RunFolder:
+    """The run at a path.
+
+    Raises:
+      CheckpointError: If there is none, or it has no checkpoint.
+    """
+    run = RunFolder(path)
+    if not path.is_dir():
+        raise CheckpointError(f"no run at {path}: {'it is a file' if path.exists() else 'it does not exist'}")
+    if not run.checkpoints.steps():
+        raise CheckpointError(f"no checkpoint in {path}: it holds no run, or the run wrote nothing yet")
+    return run
+
+
 def load_run(
     path: str | os.PathLike[str],
     step: int | str = "best",
@@ -226,12 +328,7 @@ def load_run(
     Raises:
       CheckpointError: If there is no such run or step, or it is damaged.
     """
-    folder = RunFolder(Path(path))
-    if not folder.path.is_dir():
-        raise CheckpointError(f"no run at {path}: {'it is a file' if folder.path.exists() else 'it does not exist'}")
-    checkpoints = folder.checkpoints
-    if not checkpoints.steps():
-        raise CheckpointError(f"no checkpoint in {path}: it holds no run, or the run wrote nothing yet")
+    checkpoints = find_run(Path(path)).checkpoints
     device = jax.sharding.SingleDeviceSharding(find_devices()[0])
 
     def part(metadata: Metadata) -> dict[str, Any]:

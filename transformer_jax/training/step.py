@@ -11,7 +11,7 @@ import optax
 from transformer_jax.config import Config
 from transformer_jax.nn import EncoderDecoder, create_model
 from transformer_jax.training.losses import cross_entropy, mean
-from transformer_jax.training.optim import learning_rate, make_optimizer
+from transformer_jax.training.optim import learning_rate, make_optimizer, with_schedule_of
 from transformer_jax.training.sharding import Placement
 
 Metrics = dict[str, jax.Array]
@@ -76,6 +76,37 @@ def predict(config: Config, params: Any, batch: dict[str, jax.Array], **kwargs: 
     return model.apply(variables, batch["inputs"], valid=batch.get("valid"), **kwargs)
 
 
+def pieces(config: Config, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """A batch [B, ...] as [A, B / A, ...], for `accumulate` pieces."""
+    # Piece i takes rows i, i + A, ...: rows that lie on one device stay there.
+    return jax.tree.map(lambda x: x.reshape(-1, config.train.accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def dropout_keys(config: Config, step: jax.Array) -> jax.Array:
+    """A key for each piece of the batch that follows `step` updates."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.train.seed), 1), step)
+    return key[None] if config.train.accumulate == 1 else jax.random.split(key, config.train.accumulate)
+
+
+def training_loss(
+    config: Config, params: Any, piece: dict[str, jax.Array], key: jax.Array, **kwargs: Any
+) -> tuple[jax.Array, Any]:
+    """What is minimised, summed over a piece; further arguments go to the model.
+
+    Returns:
+      The sum, and the number of targets; where something is captured a pair of this number and logits and capture.
+    """
+    out = predict(config, params, piece, deterministic=False, rngs={"dropout": key}, **kwargs)
+    total, count = cross_entropy(
+        out[0] if "capture" in kwargs else out,
+        piece["targets"],
+        piece["weights"],
+        label_smoothing=config.train.label_smoothing,
+        z_loss=config.train.z_loss,
+    )
+    return total, (count, out) if "capture" in kwargs else count
+
+
 def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
     """One update.
 
@@ -89,34 +120,21 @@ def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -
 
     Returns:
       The state after the update, and float32 scalars: loss (nats per target, of this batch before the update),
-      grad_norm (before clipping), learning_rate (the one applied here).
+      grad_norm (before clipping), learning_rate (the one applied here). Where loss or gradients are not finite the
+      state is the one before, but for its step and its place in the schedule.
     """
-    dropout_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.train.seed), 1), state.step)
-
-    def summed_loss(params: Any, piece: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = predict(config, params, piece, deterministic=False, rngs={"dropout": key})
-        return cross_entropy(
-            logits,
-            piece["targets"],
-            piece["weights"],
-            label_smoothing=config.train.label_smoothing,
-            z_loss=config.train.z_loss,
-        )
-
-    gradient = jax.value_and_grad(summed_loss, has_aux=True)
-    pieces = config.train.accumulate
-    if pieces == 1:
-        (total, count), grads = gradient(state.params, batch, dropout_key)
+    keys = dropout_keys(config, state.step)
+    gradient = jax.value_and_grad(partial(training_loss, config), has_aux=True)
+    if config.train.accumulate == 1:
+        (total, count), grads = gradient(state.params, batch, keys[0])
     else:
 
         def add(sums: Any, piece: tuple) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, gradient(state.params, *piece)), None
 
-        # Piece i takes rows i, i + A, ...: rows that lie on one device stay there.
-        cut = jax.tree.map(lambda x: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1), batch)
         zeros = jnp.zeros(()), jnp.zeros(())
         start = zeros, jax.tree.map(jnp.zeros_like, state.params)
-        ((total, count), grads), _ = jax.lax.scan(add, start, (cut, jax.random.split(dropout_key, pieces)))
+        ((total, count), grads), _ = jax.lax.scan(add, start, (pieces(config, batch), keys))
 
     grads = jax.tree.map(lambda g: mean(g, count), grads)
     updates, opt_state = make_optimizer(config.optim).update(grads, state.opt_state, state.params)
@@ -131,7 +149,10 @@ def train_step(config: Config, state: TrainState, batch: dict[str, jax.Array]) -
         "grad_norm": optax.tree.norm(grads),
         "learning_rate": learning_rate(config.optim, state.opt_state, state.step),
     }
-    return TrainState(state.step + 1, params, opt_state, average), metrics
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    new = TrainState(state.step + 1, params, opt_state, average)
+    kept = jax.tree.map(partial(jnp.where, finite), new, state)
+    return kept.replace(step=new.step, opt_state=with_schedule_of(kept.opt_state, new.opt_state)), metrics
 
 
 def eval_step(config: Config, params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -165,4 +186,10 @@ def compile_train_step(config: Config, state: TrainState, placement: Placement) 
         in_shardings=(shardings, placement.rows),
         out_shardings=(shardings, placement.replicated),
         donate_argnums=0,
+        compiler_options=compiler_options(config),
     )
+
+
+def compiler_options(config: Config) -> dict[str, bool]:
+    """For XLA. Its one flag for GPUs makes sums and fused attention repeat, and does not choose programs by trial."""
+    return {"xla_gpu_deterministic_ops": True} if config.train.deterministic else {}
