@@ -228,7 +228,7 @@ def test_resume_goes_back_to_a_good_checkpoint(tiny_config, tmp_path, trained, c
 def test_divergence_stops_the_run(tiny_config, tmp_path):
     wild = dataclasses.replace(tiny_config.optim, optimizer="adamw", learning_rate=1e30, warmup_steps=0, clip_norm=None)
     config = with_train(dataclasses.replace(tiny_config, optim=wild), save_every=1, steps=10)
-    with pytest.raises(TransformerJaxError, match=r"at step \d+ \(learning rate .*newest checkpoint is \d"):
+    with pytest.raises(TransformerJaxError, match=r"at step \d+ \(.*: the .* came first; the newest checkpoint is \d"):
         loop.train(config, tmp_path / "a")
     meta, state, _ = full_state(tmp_path / "a", config)
     assert meta.step < 5
@@ -236,6 +236,82 @@ def test_divergence_stops_the_run(tiny_config, tmp_path):
     assert len(good) >= 1
     assert all(math.isfinite(r["loss"]) for r in good)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def with_lost(monkeypatch, *steps, size=8):
+    """Has the batches of some steps teach what is not a number."""
+    original = Windows.batch
+
+    def batch(windows, first, count, *rest):
+        found = original(windows, first, count, *rest)
+        if first // size + 1 in steps:
+            found["weights"] = found["weights"] * np.float32("nan")
+        return found
+
+    monkeypatch.setattr(Windows, "batch", batch)
+
+
+def test_lost_updates_are_skipped_up_to_a_limit(trained, tiny_config, tmp_path, monkeypatch, capsys):
+    """They are counted, shown and in the log; the rates of the others are those of a straight run."""
+    with_lost(monkeypatch, 5, 6, 12, 18, 19, 20)
+    config = with_train(tiny_config, max_skipped=2)
+    with pytest.raises(
+        TransformerJaxError, match=r"loss is nan and the gradient norm is nan at step 20 .*, after 2 skip"
+    ):
+        loop.train(config, tmp_path / "a")
+    said = capsys.readouterr().out
+    assert "skipped    the loss is nan and the gradient norm is nan at step 12 (learning rate" in said
+    found = records(tmp_path / "a")
+    assert [r["step"] for r in found if r.get("skipped")] == [5, 6, 12, 18, 19]
+    assert [r["step"] for r in found if "loss" in r] == [s for s in range(1, 18) if s not in (5, 6, 12)]
+    rates = {r["step"]: r["learning_rate"] for r in records(trained)}
+    assert all(r["learning_rate"] == rates[r["step"]] for r in found)
+    meta, state, _ = full_state(tmp_path / "a", config)
+    assert meta.step == 10
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    loop.train(with_train(config, max_skipped=3), tmp_path / "a", resume=True)
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 20
+
+
+def test_where_numbers_were_lost_is_said(tiny_config, tmp_path, monkeypatch):
+    with_lost(monkeypatch, 13)
+    with pytest.raises(
+        TransformerJaxError,
+        match=r"nan at step 13 \(learning rate 0.0026\): the loss came first; the newest"
+        r" checkpoint is 10; lower --optim.learning-rate or set --optim.clip-norm",
+    ):
+        loop.train(tiny_config, tmp_path / "a")
+
+
+def test_what_changes_on_resuming_is_said(tiny_config, tmp_path, capsys):
+    loop.train(with_train(tiny_config, steps=4), tmp_path / "a")
+    folder = tmp_path / "a" / "checkpoints"
+    (folder / "3.orbax-checkpoint-tmp").mkdir()
+    (folder / "notes").write_text("mine")
+    capsys.readouterr()
+    loop.train(with_train(tiny_config, steps=6, batch_size=4, keep_every=2), tmp_path / "a", resume=True)
+    said = capsys.readouterr().out
+    assert "changed    train.steps 4 -> 6, train.batch_size 8 -> 4, train.keep_every None -> 2\n" in said
+    assert f"ignored    {folder / 'notes'}: not a checkpoint\n" in said
+    assert f"ignored    {folder / '3.orbax-checkpoint-tmp'}: a save that was cut off\n" in said
+    assert sorted(p.name for p in folder.iterdir()) == ["0", "4", "6", "notes"]
+
+
+def test_a_run_that_never_saved_begins_anew(tiny_config, tmp_path, trained, capsys):
+    runs.create(tmp_path / "a", tiny_config, load_run(trained).vocab, overwrite=False)
+    loop.train(tiny_config, tmp_path / "a", resume=True)
+    assert "resumed    nothing: the run ended before its first checkpoint, and begins anew" in capsys.readouterr().out
+    assert_same_run(tmp_path / "a", trained, tiny_config)
+
+
+def test_one_trainer_at_a_time(tiny_config, tmp_path):
+    loop.train(with_train(tiny_config, steps=2), tmp_path / "a")
+    with runs.claimed(tmp_path / "a", make=False):
+        for flags in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(ConfigError, match="another process trains in .*/a at the moment; wait for it"):
+                loop.train(with_train(tiny_config, steps=3), tmp_path / "a", **flags)
+    loop.train(with_train(tiny_config, steps=3), tmp_path / "a", resume=True)
+    assert full_state(tmp_path / "a", tiny_config)[0].step == 3
 
 
 def test_a_run_says_how_its_attention_is_computed(tiny_config, tmp_path, capsys):

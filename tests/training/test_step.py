@@ -13,6 +13,7 @@ from transformer_jax.training.sharding import default_placement
 from transformer_jax.training.step import (
     all_finite,
     compile_train_step,
+    compiler_options,
     create_state,
     eval_step,
     init_state,
@@ -188,3 +189,31 @@ def test_config_is_hashable_and_frozen():
     assert hash(config) == hash(dataclasses.replace(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model.d_model = 3
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_update_that_is_not_finite_leaves_the_state(optimizer):
+    """But for its step and its place in the schedule: rates stay those of their steps."""
+    config = config_of(train={"average_decay": 0.9}, optimizer=optimizer, schedule="cosine", decay_steps=5)
+    good, bad = batch_of(0), batch_of(1) | {"weights": np.full((8, 8), np.nan, np.float32)}
+    before, _ = run(config, [good])
+    after, (_, figures) = run(config, [good, bad])
+    assert np.isnan(figures["loss"])
+    assert int(after.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.average), (before.params, before.average))
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state[:-1], before.opt_state[:-1])
+    assert int(after.opt_state[-1].count) == 2
+    _, straight = run(config, [good, good, good])
+    last, skipped = run(config, [good, bad, good])
+    assert skipped[2]["learning_rate"] == straight[2]["learning_rate"] < straight[1]["learning_rate"]
+    assert all_finite(last)
+    assert not np.array_equal(last.params["head"]["kernel"], after.params["head"]["kernel"])
+
+
+def test_deterministic_is_a_flag_of_the_compiler():
+    assert compiler_options(config_of()) == {}
+    config = config_of(train={"deterministic": True})
+    assert compiler_options(config) == {"xla_gpu_deterministic_ops": True}
+    placement = default_placement(8)
+    state = create_state(config, placement)
+    compile_train_step(config, state, placement).lower(state, placement.place(batch_of())).compile()

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from transformer_jax.config import Config
 from transformer_jax.fetch import fetch
+from transformer_jax.training.losses import mean
 from transformer_jax.training.optim import leaf_name
 from transformer_jax.training.step import dropout_keys, pieces, training_loss
 
@@ -15,7 +17,8 @@ from transformer_jax.training.step import dropout_keys, pieces, training_loss
 def first_nonfinite(config: Config, params: Any, batch: dict[str, jax.Array], step: int) -> str | None:
     """The first part that is not finite, in the order in which an update computes them.
 
-    These are the parameters, the output of each layer, the logits, the loss, and the gradients from the top down.
+    These are the parameters, the output of each layer, the logits, the loss, the gradients from the top down, and their
+    norm.
 
     Args:
       config: Resolved.
@@ -43,7 +46,9 @@ def first_nonfinite(config: Config, params: Any, batch: dict[str, jax.Array], st
         for layer, good in enumerate(finite)
         if not good
     ]
-    return max(grads)[1] if grads else None
+    if grads:
+        return max(grads)[1]
+    return None if found["norm"] else "the sum of squares of gradients that are finite"
 
 
 def _examine(config: Config, params: Any, batch: dict[str, jax.Array], step: jax.Array) -> dict[str, Any]:
@@ -51,12 +56,13 @@ def _examine(config: Config, params: Any, batch: dict[str, jax.Array], step: jax
 
     def one(piece: tuple[dict[str, jax.Array], jax.Array]) -> dict[str, Any]:
         loss = partial(training_loss, config, piece=piece[0], key=piece[1], capture=("hidden",))
-        (total, (_, (logits, captured))), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        (total, (count, (logits, captured))), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return {
             "outputs": {name: _finite(x, stacked=True) for name, x in captured.items()},
             "logits": jnp.isfinite(logits).all(),
             "loss": jnp.isfinite(total),
             "grads": _finite_leaves(grads),
+            "norm": jnp.isfinite(mean(optax.tree.norm(grads), count)),
         }
 
     found = jax.lax.map(one, (pieces(config, batch), dropout_keys(config, step)))

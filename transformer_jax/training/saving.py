@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import logging
 import shutil
+import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +41,7 @@ class Saver:
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        logging.getLogger("absl").addFilter(_not_from_saves)
+        _quieten()
 
     def save(self, state: Any, metadata: Metadata) -> None:
         """Begins to write one checkpoint. One that is there for this step is kept as it is.
@@ -128,6 +130,23 @@ class Saver:
         return f"the run can be resumed from step {older[-1]}" if older else "there is no checkpoint yet"
 
 
-def _not_from_saves(record: logging.LogRecord) -> bool:
-    """Orbax logs the errors of its thread with pages of text, and raises them too."""
-    return record.threadName != "async_save"
+def _quieten() -> None:
+    """What fails is raised, in one line; Orbax and TensorStore also write pages of text about it."""
+    logging.getLogger("absl").addFilter(_not_of_orbax)
+    if not isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = _Hook(sys.unraisablehook)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+@dataclasses.dataclass
+class _Hook:
+    """Where one write fails, TensorStore tells of the others when the loop that waited for them is closed."""
+
+    other: Callable[[Any], None]
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self.other(unraisable)

@@ -64,15 +64,19 @@ class Stop:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the loop can save before it leaves; a second one acts at once."""
+    """Collects SIGINT and SIGTERM, so that the loop can save before it leaves; a second one leaves at once."""
     received: list[int] = []
     previous = {}
 
     def receive(signum: int, frame: Any) -> None:
         received.append(signum)
-        os.write(2, b"\nstopping: the state is saved first; once more stops at once\n")
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if len(received) == 1:
+            os.write(2, b"\nstopping: the state is saved first; once more leaves at once\n")
+            return
+        os.write(2, b"\nleft at once: what was not saved is lost\n")
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")  # a live line hides the cursor
+        os._exit(128 + signum)  # in order, Python would wait for a save that is under way
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
