@@ -19,7 +19,7 @@ on_all_hosts "test -d transformer || git clone '$REPOSITORY' transformer; cd tra
 flags=$(printf '%q ' "$@")
 for try in 1 2 3 4 5; do
   # The same command on all hosts; whether there is something to go on with, they see on the disk that they share.
-  on_all_hosts "cd transformer && resume=; ls -d '$SHARED'/run/checkpoints/[0-9]*/metadata > /dev/null 2>&1 && resume=--resume
+  on_all_hosts "cd transformer && resume=; [ -f '$SHARED/run/config.json' ] && resume=--resume
     python3 train.py $flags --out '$SHARED/run' \$resume --join-timeout 300" && exit 0
   echo "the run ended before its end, try $try of 5" >&2
 done

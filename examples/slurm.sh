@@ -21,9 +21,8 @@ out=$(printf '%s\n' "$@" | sed -n '/^--out$/{n;p;q}')
 # the others with 75 in any case; --kill-on-bad-exit is for those that cannot even do that.
 for try in 1 2 3 4 5; do
   again=()
-  if [ "$try" -gt 1 ]; then again=(--overwrite); fi  # lost before there was anything to go on with
-  # Also where the job was requeued: what is there is gone on with.
-  if compgen -G "$out/checkpoints/[0-9]*/metadata" > /dev/null; then again=(--resume); fi
+  # Also where the job was requeued, and where it was lost before its first checkpoint: what is there is gone on with.
+  if [ -f "$out/config.json" ]; then again=(--resume); fi
   srun --kill-on-bad-exit=1 python train.py "$@" ${again[@]+"${again[@]}"} --join-timeout 300
   status=$?
   case $status in

@@ -15,8 +15,7 @@ tries=${TRIES:-5}
 for try in $(seq "$tries"); do
   again=()
   if [ "$try" -gt 1 ]; then
-    again=(--overwrite)  # lost before there was anything to go on with
-    if compgen -G "$out/checkpoints/[0-9]*/metadata" > /dev/null; then again=(--resume); fi
+    if [ -f "$out/config.json" ]; then again=(--resume); fi  # also where it was lost before its first checkpoint
   fi
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   pids=()

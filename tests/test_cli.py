@@ -302,6 +302,31 @@ def test_help_version_and_unknown_commands(capsys):
     assert "--model.d-model" in out
 
 
+def test_checkpoints(capsys, trained, tmp_path):
+    status, out, _ = run(capsys, "checkpoints", trained, "--verify")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines() if line] == ["step", "10", "20"]
+    assert out.count("verified") == 2
+    assert "newest" in out.splitlines()[2]
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (copy / "checkpoints" / "30.orbax-checkpoint-tmp").mkdir()
+    data = max((copy / "checkpoints" / "20" / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1_000])
+    assert run(capsys, "checkpoints", copy)[0] == 0
+    status, out, said = run(capsys, "checkpoints", copy, "--verify", "--json")
+    found = json.loads(out)
+    assert status == 2
+    assert said.splitlines()[-1].startswith(
+        "error: 1 of 2 checkpoints cannot be used: 20; --resume goes on from the new"
+    )
+    assert [(one["step"], one["good"]) for one in found["checkpoints"]] == [(10, True), (20, False)]
+    assert found["checkpoints"][0]["metrics"].keys() == {"loss", "learning_rate", "grad_norm", "val_loss"}
+    assert found["others"] == {"30.orbax-checkpoint-tmp": "a save that was cut off"}
+    assert "no checkpoint in" in refused(capsys, "checkpoints", tmp_path)
+    assert "does not exist" in refused(capsys, "checkpoints", tmp_path / "none")
+
+
 def test_debug_shows_where_an_error_comes_from(tmp_path):
     from transformer_jax.errors import CheckpointError
 

@@ -32,7 +32,7 @@ ROOMS = [
     ["training.hosts"],
     ["training.mesh", "training.losses", "training.optim", "training.sharding", "training.metrics"],
     ["training.step"],
-    ["training.digests"],
+    ["training.digests", "training.quiet"],
     ["training.checkpoint"],
     ["training.saving", "training.diagnosis", "training.reporter"],
     ["training.runs"],

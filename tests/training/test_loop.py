@@ -19,6 +19,7 @@ from transformer_jax.data.batches import Windows
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 from transformer_jax.training import loop, runs
 from transformer_jax.training.metrics import read_metrics
+from transformer_jax.training.resuming import MAY_CHANGE
 from transformer_jax.training.sharding import default_placement
 
 ROOT = Path(__file__).parent.parent.parent
@@ -454,3 +455,12 @@ def test_memory_of_a_long_text(tmp_path):
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
         peaks.append(int(done.stdout.splitlines()[-1]))
     assert (peaks[1] - peaks[0]) / 30_000_000 < 10
+
+
+def test_the_docs_list_what_may_change():
+    """Each field of MAY_CHANGE, in the table of its section, and no other."""
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table = text[text.index("### What may change") : text.index("## What stops a run")]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    listed = {f"{section.strip(' `')}.{name.strip(' `')}" for section, names in rows for name in names.split(",")}
+    assert listed == set(MAY_CHANGE)

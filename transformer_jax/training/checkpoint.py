@@ -24,6 +24,7 @@ from transformer_jax.errors import CheckpointError, TransformerJaxError
 from transformer_jax.training import hosts
 from transformer_jax.training.digests import digests, numpy_digest, sha256_digest, sha256_digests
 from transformer_jax.training.optim import leaf_name
+from transformer_jax.training.quiet import quieten
 
 FORMAT = 2
 """Of the metadata that is written. Format 1, without a digest of itself, is read too; any other is refused."""
@@ -136,6 +137,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
+        quieten()
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, oldest first. Empty, foreign and half-written folders do not count."""
@@ -373,5 +375,7 @@ def _kind(path: Path) -> str:
 
 def brief(error: BaseException) -> str:
     """An error in one line: its beginning, and its end, where the cause often stands."""
+    if "TensorStore" in str(error) and error.__cause__ is not None:
+        error = error.__cause__  # what was wrong, and not what was being read
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) < 300 else f'{text[:150]} ... {text[-150:]}'}"

@@ -125,8 +125,8 @@ def create(
         for inside in path.iterdir():  # the folder itself stays: this process has claimed it
             shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
         run = RunFolder(path)
+        write_json(run.config, to_dict(config))  # first: from now on this is a run, whatever happens
         (path / "checkpoints").mkdir()
-        write_json(run.config, to_dict(config))
         write_json(run.vocab, vocab.to_dict())
         if source_vocab is not None:
             write_json(run.source_vocab, source_vocab.to_dict())
@@ -225,7 +225,7 @@ def _not_shared(folder: Path) -> ConfigError:
 
 def _occupied(path: Path) -> bool:
     try:
-        return path.exists() and any(path.iterdir())
+        return path.exists() and any(inside.name != "config.part" for inside in path.iterdir())
     except OSError as error:
         raise _unusable(path, error) from error
 
@@ -292,7 +292,7 @@ def survey(run: RunFolder, *, verify: bool) -> list[Survey]:
                 words.append("verified")
             good = True
         except TransformerJaxError as error:
-            words, good = [str(error)], False
+            words, good = [str(error).removeprefix(f"checkpoint {step} in {checkpoints.folder} is ")], False
         found.append(Survey(step, checkpoints.size(step), metrics, good, ", ".join(words)))
     return found
 

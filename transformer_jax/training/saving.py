@@ -2,12 +2,9 @@
 
 import contextlib
 import dataclasses
-import logging
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +16,7 @@ from transformer_jax.errors import CheckpointError
 from transformer_jax.training import hosts
 from transformer_jax.training.checkpoint import Checkpoints, Metadata, brief
 from transformer_jax.training.digests import digests
+from transformer_jax.training.quiet import quieten
 
 
 class Saver:
@@ -41,7 +39,7 @@ class Saver:
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        _quieten()
+        quieten()
 
     def save(self, state: Any, metadata: Metadata) -> None:
         """Begins to write one checkpoint. One that is there for this step is kept as it is.
@@ -128,25 +126,3 @@ class Saver:
     def _way_out(self, step: int) -> str:
         older = [s for s in self._checkpoints.steps() if s < step]
         return f"the run can be resumed from step {older[-1]}" if older else "there is no checkpoint yet"
-
-
-def _quieten() -> None:
-    """What fails is raised, in one line; Orbax and TensorStore also write pages of text about it."""
-    logging.getLogger("absl").addFilter(_not_of_orbax)
-    if not isinstance(sys.unraisablehook, _Hook):
-        sys.unraisablehook = _Hook(sys.unraisablehook)
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
-@dataclasses.dataclass
-class _Hook:
-    """Where one write fails, TensorStore tells of the others when the loop that waited for them is closed."""
-
-    other: Callable[[Any], None]
-
-    def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self.other(unraisable)
