@@ -101,7 +101,9 @@ def train(
     with hosts.agreed("the attention"), placement.use():
         if kernels.attends(config.model):
             terminal.say(f"attention  {kernels.explain(config.model, length=corpus.shortest)}")
-    if resume and hosts.first_says("the run", runs.never_saved(out)):
+    with hosts.agreed("the run's folder"):
+        begins = resume and hosts.is_first() and runs.never_saved(out)
+    if hosts.first_says("the run", begins):
         terminal.say("resumed    nothing: the run ended before its first checkpoint, and begins anew")
         resume, overwrite = False, True
     with placement.use(), runs.claimed(out, make=not resume):
@@ -199,6 +201,7 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
         first = examples - (step - lost + 1) * settings.batch_size
         batch = placement.read(training, first, settings.batch_size)
         where = first_nonfinite(config, state.params, batch, lost - 1)
+        saver.wait()
         newest = max(checkpoints.steps(), default=None)
         return (
             f"{f'{where} came first' if where else 'where it began is not to be found again'}; the newest checkpoint "
@@ -240,9 +243,8 @@ def _train_steps(session: _Session, state: TrainState, examples: int, seconds: f
                 reporter.add(step, metrics)
                 saver.check()
                 due = step % settings.save_every == 0 or step == settings.steps
-                evaluates = (
-                    due or step % settings.eval_every == 0
-                )  # never depends on a signal: best is the same without
+                # Never depends on a signal: the best is the same without.
+                evaluates = due or step % settings.eval_every == 0
                 # Looked at once: a signal that comes while this step is saved stops the next one.
                 stop = stopping.after(step, pause=evaluates) is not None
                 if evaluates or stop:

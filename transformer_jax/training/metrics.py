@@ -1,6 +1,7 @@
 """What a run tells: a live line or plain lines on the terminal, and JSON records in its folder."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ class MetricLog:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file as a whole or not at all."""
     part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a crash of the machine leaves an empty file under the new name
     part.replace(path)
 
 

@@ -35,7 +35,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._settings = settings
         # Folders that are made asynchronously keep a process alive for minutes where they cannot be made.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.options.AsyncOptions(hosts.WAIT_SECONDS, create_directories_asynchronously=False)
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -73,6 +73,11 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def wait(self) -> None:
+        """Waits until the save that is under way has succeeded or failed, and asks no other process."""
+        if self._thread is not None:
+            self._thread.join()
+
     def finish(self) -> None:
         """Waits until the save that is under way is on disk and read back, and deletes what is not to be kept.
 
@@ -81,7 +86,7 @@ class Saver:
         """
         if self._thread is None:
             return
-        self._thread.join()
+        self.wait()
         self._thread = None
         with hosts.agreed("a checkpoint"):
             self.check()
@@ -93,8 +98,9 @@ class Saver:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.finish()
-        elif self._thread is not None and not hosts.is_lost(error):
-            self._thread.join()  # what fails is not the save: it is completed, and the others are not asked
+        elif hosts.is_lost(error):
+            return  # the save waits for a process that does not come
+        self.wait()  # where something else failed, the save is completed
         with contextlib.suppress(Exception):
             self._orbax.close()
 
