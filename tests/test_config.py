@@ -3,14 +3,15 @@ import json
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from properties import CHANGES, FIELDS, SECTIONS, changed, configs
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from transformer_jax.config import differences, from_dict, resolve, to_dict, unresolve
+from transformer_jax.config_files import load_config
 from transformer_jax.errors import ConfigError, TransformerJaxError
-
-SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+from transformer_jax.training.runs import write_json
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,11 @@ SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "tra
         (lambda: TrainConfig(steps=True), "steps must be a whole number, got True"),
         (lambda: TrainConfig(batch_size=12, accumulate=5), "accumulate 5 does not divide train.batch_size 12"),
         (lambda: TrainConfig(seed=-1), "seed must be between 0"),
+        (lambda: OptimConfig(weight_decay=float("nan")), "weight_decay must be at least 0, got nan"),
+        (lambda: OptimConfig(weight_decay=float("inf")), "weight_decay must be at least 0, got inf"),
+        (lambda: OptimConfig(learning_rate=10**400), "learning_rate must be a number below 1e308"),
+        (lambda: ModelConfig(d_model=10**30 + 1, num_heads=10**20), "choose a divisor, for example 1$"),
+        (lambda: DataConfig(corpus="file", path=("\udcff.txt",)), r"data.path is no Unicode text, got '\\udcff.txt'"),
         (lambda: Config(model=OptimConfig()), "model must be a ModelConfig"),
     ],
 )
@@ -75,24 +81,53 @@ def test_json_is_strict(values, said):
         from_dict(values)
 
 
-MADE = st.builds(
-    Config,
-    model=st.builds(
-        ModelConfig,
-        vocab_size=st.none() | st.integers(1, 10**6),
-        d_model=st.sampled_from([16, 64]),
-        num_heads=st.sampled_from([1, 2, 4]),
-        positions=st.sampled_from(["rotary", "learned", "none"]),
-        dropout=st.floats(0, 0.99),
-    ),
-    data=st.builds(DataConfig, corpus=st.just("file"), path=st.lists(st.text(), min_size=1).map(tuple)),
-    train=st.builds(TrainConfig, steps=st.integers(200, 10**6), seed=st.integers(0, 2**32 - 1)),
-)
-
-
-@given(MADE)
-def test_json_round_trip(config):
+@given(configs())
+def test_json_round_trip_through_a_file(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "config.json"
+    write_json(path, to_dict(config))
+    assert load_config(path, resolved=True) == config
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_every_field_is_drawn():
+    """Also the fields that come later: what holds for any config holds for them."""
+    seen = set()
+
+    @settings(max_examples=300, derandomize=True, database=None, phases=[Phase.generate])
+    @given(configs())
+    def look(config):
+        seen.update(differences(Config(), config))
+
+    look()
+    assert seen == {".".join(field) for field in FIELDS}
+
+
+@given(configs(), CHANGES)
+def test_differences_are_what_is_different(config, change):
+    (section, name), value = change
+    assert differences(config, from_dict(to_dict(config))) == {}
+    try:
+        other = changed(config, dict([change]))
+    except ConfigError:
+        return
+    old, new = (getattr(getattr(c, section), name) for c in (config, other))
+    assert new == value
+    assert differences(config, other) == ({} if old == new else {f"{section}.{name}": (old, new)})
+    assert (config == other) == (not differences(config, other))
+
+
+@given(configs(), st.integers(1, 1_000), st.integers(1, 1_000))
+def test_resolving_and_taking_back(config, size, source_size):
+    both = config.model.architecture == "encoder_decoder"
+    plain = unresolve(config)
+    assert unresolve(plain) == plain
+    resolved = resolve(plain, size, source_size if both else None)
+    filled = {"model.vocab_size", "optim.decay_steps", *(["model.source_vocab_size"] if both else [])}
+    assert set(differences(plain, resolved)) <= filled
+    assert (resolved.model.vocab_size, resolved.model.source_vocab_size) == (size, source_size if both else None)
+    assert resolved.optim.decay_steps == (plain.optim.decay_steps or plain.train.steps)
+    assert unresolve(resolved) == plain
+    assert resolve(resolved, size, source_size if both else None) == resolved
 
 
 json_values = st.recursive(

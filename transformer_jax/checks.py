@@ -7,6 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from transformer_jax.errors import ConfigError
 
+_FAR = 100_000
+"""How far from a number its neighbours are tried: numbers may be of any size, and an error must not take for ever."""
+
 
 def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
     """The message for a name that does not exist, with the closest one that does, or all of them."""
@@ -25,9 +28,25 @@ def check_types(config: Any, section: str) -> None:
             if value not in choices:
                 raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
         elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
-            object.__setattr__(config, name, float(value))
+            try:
+                object.__setattr__(config, name, float(value))
+            except OverflowError as error:
+                raise ConfigError(
+                    f"{section}.{name} must be a number below 1e308, got one of {value.bit_length()} bits"
+                ) from error
         elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
             raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not text.isascii():
+                _check_text(text, f"{section}.{name}")
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuses what no JSON file can hold, such as the name of a file whose bytes are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is no Unicode text, got {text!r}; give the file another name") from error
 
 
 def _allows(hint: Any, kind: type) -> bool:
@@ -60,5 +79,7 @@ def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
 
 
 def nearest_divisor(total: int, wanted: int) -> int:
-    """The divisor of a number that comes nearest to the one wanted: what an error can propose."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))
+    """The divisor of a number that comes nearest to the one wanted, or 1 where none is near: what an error proposes."""
+    wanted = min(wanted, total)
+    away = range(min(wanted, _FAR))
+    return next((d for step in away for d in (wanted - step, wanted + step) if total % d == 0), 1)

@@ -243,7 +243,7 @@ class OptimConfig:
         check_positive(self, "optim", ("learning_rate", "muon_learning_rate", "decay_steps", "clip_norm", "eps"))
         check_rates(self, "optim", ("b1", "b2", "muon_beta"))
         for name in ("warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"optim.{name} must be at least 0, got {getattr(self, name)}")
         for name in ("final_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:

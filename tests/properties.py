@@ -1,0 +1,76 @@
+"""What tests of properties share: how many examples they look at, and the configs there are.
+
+`pytest -m hypothesis --hypothesis-profile=campaign` looks at a hundred times as many, others each time.
+"""
+
+import contextlib
+import dataclasses
+import types
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from transformer_jax import Config, DataConfig, ModelConfig
+from transformer_jax.errors import ConfigError
+
+SECTIONS = get_type_hints(Config)
+FIELDS = {(section, name): hint for section, kind in SECTIONS.items() for name, hint in get_type_hints(kind).items()}
+"""The type of every field of a config, by section and name."""
+
+TEXT = st.text(st.characters(exclude_categories=()))
+"""Any code points: halves of surrogate pairs too."""
+
+_VALUES = {
+    int: st.integers(-1, 8) | st.integers(9, 70) | st.sampled_from([128, 1_000, 2**31 - 1, 2**32 - 1, 2**32, 2**70]),
+    float: st.floats(0, 1) | st.floats(),
+    bool: st.booleans(),
+    str: st.sampled_from(["utf-8", "latin-1"]) | TEXT,
+    type(None): st.none(),
+    tuple[str, ...]: st.lists(TEXT, max_size=3).map(tuple),
+}
+
+
+def examples(count: int) -> settings:
+    """How many examples a property gets, where one without gets 100; a profile multiplies them."""
+    return settings(max_examples=count * settings().max_examples // 100)
+
+
+def values(hint: Any) -> st.SearchStrategy:
+    """Values of a type, most of which a field may have."""
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is types.UnionType:
+        return st.one_of(map(values, get_args(hint)))
+    return _VALUES[hint]
+
+
+CHANGES = st.one_of([st.tuples(st.just(field), values(hint)) for field, hint in FIELDS.items()])
+"""A field, by section and name, and a value for it."""
+
+
+def changed(config: Config, changes: dict[tuple[str, str], Any]) -> Config:
+    """A config with other values in some fields."""
+    sections = {name: {} for name in SECTIONS}
+    for (section, name), value in changes.items():
+        sections[section][name] = value
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+    )
+
+
+_FIRST = [
+    Config(),
+    Config(data=DataConfig(corpus="file", path=("text.txt",))),
+    Config(ModelConfig(architecture="encoder_decoder"), DataConfig(corpus="pairs", path=("pairs.tsv",))),
+]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Valid configs: any fields changed one after the other, but for the changes that are refused."""
+    config = draw(st.sampled_from(_FIRST))
+    for field, value in draw(st.lists(CHANGES, min_size=8, max_size=40)):
+        with contextlib.suppress(ConfigError):
+            config = changed(config, {field: value})
+    return config
