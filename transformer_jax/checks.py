@@ -10,6 +10,9 @@ from transformer_jax.errors import ConfigError
 _FAR = 100_000
 """How far from a number its neighbours are tried: numbers may be of any size, and an error must not take for ever."""
 
+_LARGEST = 3.4e38
+_MOST_STEPS = 2**31 - 1
+
 
 def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
     """The message for a name that does not exist, with the closest one that does, or all of them."""
@@ -28,17 +31,21 @@ def check_types(config: Any, section: str) -> None:
             if value not in choices:
                 raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
         elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
-            try:
-                object.__setattr__(config, name, float(value))
-            except OverflowError as error:
-                raise ConfigError(
-                    f"{section}.{name} must be a number below 1e308, got one of {value.bit_length()} bits"
-                ) from error
+            _check_size(value, f"{section}.{name}")
+            object.__setattr__(config, name, float(value))
         elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
             raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
+        elif isinstance(value, float):
+            _check_size(value, f"{section}.{name}")
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not text.isascii():
                 _check_text(text, f"{section}.{name}")
+
+
+def _check_size(value: float, name: str) -> None:
+    """Refuses what float32 holds as infinity; infinity itself is left to the checks of each field."""
+    if _LARGEST < abs(value) != float("inf"):
+        raise ConfigError(f"{name} must be a number that float32 holds, at most {_LARGEST}, got {value}")
 
 
 def _check_text(text: str, name: str) -> None:
@@ -76,6 +83,14 @@ def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:
             raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {value}")
+
+
+def check_steps(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    """Holds numbers of updates to what their int32 counter reaches; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > _MOST_STEPS:
+            raise ConfigError(f"{section}.{name} must be at most {_MOST_STEPS}, got {value}")
 
 
 def nearest_divisor(total: int, wanted: int) -> int:

@@ -1,14 +1,18 @@
 import dataclasses
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
 
 from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig, create_model
-from transformer_jax.config import resolve
+from transformer_jax.config import Schedule, resolve
 from transformer_jax.errors import ConfigError
 from transformer_jax.training.optim import (
     leaf_name,
@@ -76,6 +80,52 @@ def test_warmup_longer_than_the_run():
         Config(optim=OptimConfig(warmup_steps=150), train=TrainConfig(steps=100))
     Config(optim=OptimConfig(warmup_steps=100), train=TrainConfig(steps=100))
     Config(optim=OptimConfig(warmup_steps=0), train=TrainConfig(steps=1))
+
+
+UPDATES = st.integers(0, 50) | st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def schedules(draw):
+    warmup, decay = sorted([draw(UPDATES), draw(UPDATES | st.just(2**31 - 1))])
+    fractions = st.floats(0, 1) | st.sampled_from([0.0, 1.0])
+    schedule = draw(st.sampled_from(get_args(Schedule)))
+    return OptimConfig(
+        schedule=schedule,
+        warmup_steps=max(1, warmup) if schedule == "noam" else warmup,
+        decay_steps=max(1, decay),
+        final_fraction=draw(fractions),
+        decay_fraction=draw(fractions),
+    )
+
+
+def definition(config, update):
+    """The share of the peak at an update, counted from 1."""
+    warmup, rest = config.warmup_steps, config.decay_steps - config.warmup_steps
+    if config.schedule == "noam":
+        return min(update / warmup, math.sqrt(warmup / update))
+    if update <= warmup:
+        return update / warmup
+    after, final = min(update - warmup, rest), config.final_fraction
+    if config.schedule == "cosine" and rest:
+        return final + (1 - final) * (1 + math.cos(math.pi * after / rest)) / 2
+    decay = min(round(config.decay_steps * config.decay_fraction), rest)
+    if config.schedule == "wsd" and after > rest - decay:
+        return 1 - (1 - final) * (after - rest + decay) / decay
+    return 1.0
+
+
+@examples(60)
+@given(schedules(), st.lists(st.floats(0, 1.2), max_size=3), st.integers(-1, 2))
+def test_any_schedule_is_its_definition(config, places, beside):
+    """At both ends of the warmup and of the decay, and between; finite, and never above the peak."""
+    shape = schedule_shape(config)
+    ends = [1, config.warmup_steps + beside, config.decay_steps + beside]
+    for update in [*ends, *(round(place * config.decay_steps) for place in places)]:
+        update = min(max(update, 1), 2**31 - 1)
+        rate = float(shape(jnp.int32(update - 1)))
+        assert 0 <= rate <= 1 + 1e-6
+        assert rate == pytest.approx(definition(config, update), rel=1e-5, abs=1e-6)
 
 
 def moved(config, params, grads):
