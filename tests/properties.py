@@ -5,25 +5,29 @@
 
 import contextlib
 import dataclasses
+import math
 import types
+from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from transformer_jax import Config, DataConfig, ModelConfig
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, TransformerJaxError
 
 SECTIONS = get_type_hints(Config)
 FIELDS = {(section, name): hint for section, kind in SECTIONS.items() for name, hint in get_type_hints(kind).items()}
 """The type of every field of a config, by section and name."""
 
-TEXT = st.text(st.characters(exclude_categories=()))
-"""Any code points: halves of surrogate pairs too."""
+# One alphabet of both would hold the signs once among a million others.
+_SYMBOLS = st.characters() | st.sampled_from("_□▁\0\t\r\n\x85\u2028 e\u0301\ud83d\ude00😀")
+TEXT = st.lists(_SYMBOLS).map("".join)
+"""Any code points, and often those that tend to make trouble: halves of a surrogate pair too."""
 
 _VALUES = {
     int: st.integers(-1, 8) | st.integers(9, 70) | st.sampled_from([128, 1_000, 2**31 - 1, 2**32 - 1, 2**32, 2**70]),
-    float: st.floats(0, 1) | st.floats(),
+    float: st.floats(0, 1) | st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 1e39, 0.0, 1.0, 3]),
     bool: st.booleans(),
     str: st.sampled_from(["utf-8", "latin-1"]) | TEXT,
     type(None): st.none(),
@@ -45,6 +49,9 @@ def values(hint: Any) -> st.SearchStrategy:
     return _VALUES[hint]
 
 
+EVERY_CHANGE = st.fixed_dictionaries({field: values(hint) for field, hint in FIELDS.items()})
+"""A value for each field."""
+
 CHANGES = st.one_of([st.tuples(st.just(field), values(hint)) for field, hint in FIELDS.items()])
 """A field, by section and name, and a value for it."""
 
@@ -64,6 +71,16 @@ _FIRST = [
     Config(data=DataConfig(corpus="file", path=("text.txt",))),
     Config(ModelConfig(architecture="encoder_decoder"), DataConfig(corpus="pairs", path=("pairs.tsv",))),
 ]
+
+
+def outcome(make: Callable[..., Any], *args: Any) -> Any:
+    """What a call gives, or the error in its place, which has to be one line."""
+    try:
+        return make(*args)
+    except TransformerJaxError as error:
+        said = str(error)
+    assert len(said.splitlines()) == 1
+    return said
 
 
 @st.composite

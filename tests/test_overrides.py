@@ -2,13 +2,12 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import CHANGES, changed, configs, examples
+from properties import CHANGES, changed, configs, examples, outcome
 
 from transformer_jax.commands.overrides import parse_config
 from transformer_jax.commands.train import Options
 from transformer_jax.config import resolve, to_dict, unresolve
 from transformer_jax.config_files import load_config
-from transformer_jax.errors import ConfigError
 
 
 def flag(field, value):
@@ -27,14 +26,6 @@ def can_be_flags(changes):
     return not any(text.startswith("-") for value in changes.values() if isinstance(value, tuple) for text in value)
 
 
-def outcome(make):
-    """A config, or the error in its place."""
-    try:
-        return make()
-    except ConfigError as error:
-        return str(error)
-
-
 OVERRIDES = st.lists(CHANGES, max_size=6).map(dict).filter(can_be_flags)
 
 
@@ -46,8 +37,7 @@ def test_flags_change_their_fields_and_nothing_else(config, changes, random):
     flags = [flag(*change) for change in changes.items()]
     random.shuffle(flags)
     args = [arg for each in flags for arg in each]
-    expected = outcome(lambda: changed(config, changes))
-    assert outcome(lambda: parse_config(Options, args, config, "train")) == expected
+    assert outcome(parse_config, Options, args, config, "train") == outcome(changed, config, changes)
     assert to_dict(config) == before
 
 

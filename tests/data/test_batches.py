@@ -96,6 +96,7 @@ def test_evaluation_counts_every_target_once(length, context, rows, limit, masks
     split = corpus.split("validation")
     batches = list(corpus.evaluation("validation", rows, limit))
     assert {batch["inputs"].shape for batch in batches} <= {(rows, context)}
+    assert all(batch["weights"].any() for batch in batches)
     found = {name: np.concatenate([b[name].ravel() for b in batches]) for name in (batches or [{}])[0]}
     if masks:
         read = split[:limit]

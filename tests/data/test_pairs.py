@@ -145,8 +145,8 @@ def rows_of(corpus, index):
     return [(tuple(corpus.sources[i]), (*corpus.targets[i], end)) for i in index]
 
 
-@examples(40)
-@given(corpora(), st.integers(1, 20), st.none() | st.integers(1, 500))
+@examples(60)
+@given(corpora(), st.integers(1, 20), st.none() | st.integers(1, 100))
 def test_evaluation_counts_each_pair_once(corpus, rows, limit):
     index = corpus.split("validation")
     if limit is not None:

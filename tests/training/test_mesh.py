@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import examples
+from properties import examples, outcome
 
 from transformer_jax.errors import ConfigError
 from transformer_jax.training import sharding
@@ -35,13 +35,8 @@ PARTS = st.sampled_from([*MESH_AXES, "=", ",", "-1", "2", "0", "٣", "²", "--1"
 
 @given(st.lists(PARTS).map("".join) | st.text())
 def test_any_text_is_a_mesh_or_an_error_of_one_line(text):
-    try:
-        mesh = parse_mesh(text)
-    except ConfigError as error:
-        mesh, said = None, str(error)
-    if mesh is None:
-        assert len(said.splitlines()) == 1
-    else:
+    mesh = outcome(parse_mesh, text)
+    if not isinstance(mesh, str):
         assert parse_mesh(mesh_text(mesh)) == mesh
         assert set(mesh) <= set(MESH_AXES)
         assert all(size >= 1 or size == -1 for size in mesh.values())
