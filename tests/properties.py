@@ -27,7 +27,10 @@ TEXT = st.lists(_SYMBOLS).map("".join)
 
 _VALUES = {
     int: st.integers(-1, 8) | st.integers(9, 70) | st.sampled_from([128, 1_000, 2**31 - 1, 2**32 - 1, 2**32, 2**70]),
-    float: st.floats(0, 1) | st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 1e39, 0.0, 1.0, 3]),
+    float: st.floats(0, 1)
+    | st.floats()
+    | st.just(math.nan)
+    | st.sampled_from([math.inf, -math.inf, 1e39, 0.0, 1.0, 3]),
     bool: st.booleans(),
     str: st.sampled_from(["utf-8", "latin-1"]) | TEXT,
     type(None): st.none(),

@@ -122,7 +122,7 @@ def test_any_value_of_any_field_is_kept_or_refused(config, values):
         assert new == value
         assert differences(config, other) == ({} if old == new else {f"{section}.{name}": (old, new)})
         assert (config == other) == (not differences(config, other))
-        assert from_dict(json.loads(json.dumps(to_dict(other), ensure_ascii=False).encode())) == other
+        assert from_dict(json.loads(json.dumps(to_dict(other), ensure_ascii=False, allow_nan=False).encode())) == other
 
 
 @given(configs(), st.integers(1, 1_000), st.integers(1, 1_000))
@@ -153,18 +153,6 @@ def test_hostile_json_gives_a_config_or_an_error(values):
     except TransformerJaxError:
         return
     assert isinstance(config, Config)
-
-
-def test_the_config_of_a_run_can_begin_another():
-    config = Config(train=TrainConfig(steps=500))
-    assert unresolve(resolve(config, 65)) == config
-    fixed = dataclasses.replace(config, optim=OptimConfig(decay_steps=900))
-    assert unresolve(resolve(fixed, 65)) == fixed
-
-
-def test_differences():
-    changed = dataclasses.replace(Config(), model=ModelConfig(d_model=64), train=TrainConfig(seed=3))
-    assert differences(Config(), changed) == {"model.d_model": (128, 64), "train.seed": (0, 3)}
 
 
 def test_every_field_is_documented():

@@ -53,7 +53,9 @@ def _check_text(text: str, name: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is no Unicode text, got {text!r}; give the file another name") from error
+        raise ConfigError(
+            f"{name} is no Unicode text, got {text!r}; use other characters, or rename the file"
+        ) from error
 
 
 def _allows(hint: Any, kind: type) -> bool:

@@ -61,16 +61,16 @@ def test_each_window_once_per_epoch(epoch, context, size, seed, skipped):
 def test_examples_do_not_depend_on_how_they_are_cut(masks, epoch, context, seed, first, cuts):
     """Into batches, or into the rows that processes read of one batch."""
     text = np.arange(epoch + context) % 10
-    examples = Windows(text, context, seed)
+    training = Windows(text, context, seed)
     if masks:
-        examples = MaskedWindows(examples, VOCAB, 0.3, seed)
+        training = MaskedWindows(training, VOCAB, 0.3, seed)
     bounds = np.cumsum([0, *cuts])
     size = int(bounds[-1])
-    whole = examples.batch(first, size)
+    whole = training.batch(first, size)
     spans = [range(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
     for parts in (
-        [examples.batch(first + span.start, len(span)) for span in spans],
-        [examples.batch(first, size, span) for span in spans],
+        [training.batch(first + span.start, len(span)) for span in spans],
+        [training.batch(first, size, span) for span in spans],
     ):
         for name, array in whole.items():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
@@ -81,7 +81,6 @@ def test_order_is_a_function_of_the_seed():
     def starts(seed, first, size):
         return Windows(np.arange(1000), 8, seed).batch(first, size)["inputs"][:, 0].tolist()
 
-    assert starts(0, 0, 12) == starts(0, 0, 6) + starts(0, 6, 6)
     assert starts(0, 0, 12) != starts(1, 0, 12)
     assert starts(0, 0, 992) != starts(0, 992, 992)
     # The second epoch of one seed must not be the first of the next.
@@ -195,13 +194,10 @@ def test_a_sixth_is_hidden_by_the_rule():
     assert chosen.mean(axis=0) == pytest.approx(0.15, abs=0.04)
 
 
-def test_what_is_hidden_follows_from_seed_and_example():
-    whole = masked(12)
-    for name, part in masked(5, first=7).items():
-        np.testing.assert_array_equal(part, whole[name][7:])
-    assert (masked(12, seed=1)["weights"] != whole["weights"]).any()
-    again = masked(12, first=4_960)  # the next epoch
-    assert (again["weights"] != whole["weights"]).any()
+def test_other_seeds_and_epochs_hide_others():
+    first = masked(12)["weights"]
+    assert (masked(12, seed=1)["weights"] != first).any()
+    assert (masked(12, first=4_960)["weights"] != first).any()
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (2, 1), (10, 2), (40, 6)])

@@ -101,33 +101,26 @@ T, S, CAPACITY, ROWS = 5, 4, 8, 2
 
 @cache
 def stack(kind, window):
-    """A compiled layer without positions that says where it attends to, by what its tokens are."""
-    model = {"encoder": Encoder, "decoder": Decoder}[kind](
-        d_model=4,
-        num_heads=1,
-        feed_forward="none",
-        window=window,
-        **({"cross_attention": True} if kind == "decoder" else {}),
-    )
-    x, memory = jax.random.normal(jax.random.key(0), (ROWS, T, 4)), jax.random.normal(jax.random.key(1), (ROWS, S, 4))
-    args = (x,) if kind == "encoder" else (x, memory)
-    params = jax.jit(model.init)(jax.random.key(2), *args)
-    rest = args[1:]
+    """A compiled layer without positions, which says where it attends to."""
+    shared = {"d_model": 4, "num_heads": 1, "feed_forward": "none", "window": window}
+    model = Encoder(**shared) if kind == "encoder" else Decoder(**shared, cross_attention=True)
+    lengths = [T] if kind == "encoder" else [T, S]
+    inputs = [jax.random.normal(jax.random.key(length), (ROWS, length, 4)) for length in lengths]
+    params = jax.jit(model.init)(jax.random.key(0), *inputs)
 
     @jax.jit
-    def attend(valid, **more):
-        if (length := more.pop("length", None)) is not None:
+    def attend(valid, length=None, **more):
+        if length is not None:
             more["cache"] = model.empty_cache(ROWS, CAPACITY).replace(length=length)
-        return model.apply(params, x, *rest, valid=valid, capture=("attention",), **more)[-1]
+        return model.apply(params, *inputs, valid=valid, capture=("attention",), **more)[-1]
 
     return attend
 
 
 def token_places(valid, start=0):
-    """[B, T]: how many real tokens of its row stand before each, and before a cache's end."""
-    return np.array([[max(int(row[: t + 1].sum()) - 1, 0) for t in range(len(row))] for row in valid]) + np.reshape(
-        start, (-1, 1)
-    )
+    """[B, T]: how many real tokens of its row stand before each, those of a cache included."""
+    before = [[max(int(row[: t + 1].sum()) - 1, 0) for t in range(T)] for row in valid]
+    return np.array(before) + np.reshape(start, (-1, 1))
 
 
 def assert_attends(weights, expected):
