@@ -22,8 +22,11 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# How long an example takes depends on who else uses the machine.
-hypothesis.settings.register_profile("patient", deadline=None)
+# How long an example takes depends on who else uses the machine. The examples are the same each time, but for those of
+# `--hypothesis-profile=campaign`; see properties.py.
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("patient", _PATIENT, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile("campaign", _PATIENT, derandomize=False, max_examples=10_000, print_blob=True)
 hypothesis.settings.load_profile("patient")
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig  # noqa: E402 (settings first)

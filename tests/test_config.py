@@ -3,14 +3,15 @@ import json
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from properties import EVERY_CHANGE, FIELDS, FIRST, SECTIONS, changed, configs, examples, outcome, values
 
 from transformer_jax import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from transformer_jax.config import differences, from_dict, resolve, to_dict, unresolve
+from transformer_jax.config_files import load_config
 from transformer_jax.errors import ConfigError, TransformerJaxError
-
-SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+from transformer_jax.training.runs import write_json
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,18 @@ SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "tra
         (lambda: TrainConfig(steps=True), "steps must be a whole number, got True"),
         (lambda: TrainConfig(batch_size=12, accumulate=5), "accumulate 5 does not divide train.batch_size 12"),
         (lambda: TrainConfig(seed=-1), "seed must be between 0"),
+        (lambda: OptimConfig(weight_decay=float("nan")), "weight_decay must be at least 0, got nan"),
+        (lambda: OptimConfig(weight_decay=float("inf")), "weight_decay must be at least 0, got inf"),
+        (
+            lambda: OptimConfig(learning_rate=10**400),
+            "learning_rate must be a number that float32 holds, at most 3.4e[+]38, got 10",
+        ),
+        (lambda: OptimConfig(eps=1e39), r"eps must be a number that float32 holds, at most 3.4e\+38, got 1e\+39"),
+        (lambda: OptimConfig(warmup_steps=2**31), "optim.warmup_steps must be at most 2147483647, got 2147483648"),
+        (lambda: OptimConfig(decay_steps=2**40), "optim.decay_steps must be at most 2147483647"),
+        (lambda: TrainConfig(steps=10**10), "train.steps must be at most 2147483647, got 10000000000"),
+        (lambda: ModelConfig(d_model=10**30 + 1, num_heads=10**20), "choose a divisor, for example 1$"),
+        (lambda: DataConfig(corpus="file", path=("\udcff.txt",)), r"data.path is no Unicode text, got '\\udcff.txt'"),
         (lambda: Config(model=OptimConfig()), "model must be a ModelConfig"),
     ],
 )
@@ -75,24 +88,55 @@ def test_json_is_strict(values, said):
         from_dict(values)
 
 
-MADE = st.builds(
-    Config,
-    model=st.builds(
-        ModelConfig,
-        vocab_size=st.none() | st.integers(1, 10**6),
-        d_model=st.sampled_from([16, 64]),
-        num_heads=st.sampled_from([1, 2, 4]),
-        positions=st.sampled_from(["rotary", "learned", "none"]),
-        dropout=st.floats(0, 0.99),
-    ),
-    data=st.builds(DataConfig, corpus=st.just("file"), path=st.lists(st.text(), min_size=1).map(tuple)),
-    train=st.builds(TrainConfig, steps=st.integers(200, 10**6), seed=st.integers(0, 2**32 - 1)),
-)
-
-
-@given(MADE)
-def test_json_round_trip(config):
+@given(configs())
+def test_json_round_trip_through_a_file(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "config.json"
+    write_json(path, to_dict(config))
+    assert load_config(path, resolved=True) == config
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=".".join)
+def test_every_field_can_be_changed_alone(field):
+    """So `configs` reaches it, also where it is a new one."""
+
+    def changes(drawn):
+        config, value = drawn
+        other = outcome(changed, config, {field: value})
+        return not isinstance(other, str) and other != config
+
+    once = settings(max_examples=2_000, derandomize=True, database=None, phases=[Phase.generate])
+    assert find(st.tuples(st.sampled_from(FIRST), values(FIELDS[field])), changes, settings=once)
+
+
+@examples(30)
+@given(configs(), EVERY_CHANGE)
+def test_any_value_of_any_field_is_kept_or_refused(config, values):
+    """In one line. What is kept survives JSON in UTF-8, and is the only difference."""
+    assert differences(config, config) == {}
+    for (section, name), value in values.items():
+        other = outcome(changed, config, {(section, name): value})
+        if isinstance(other, str):
+            continue
+        old, new = (getattr(getattr(c, section), name) for c in (config, other))
+        assert new == value
+        assert differences(config, other) == ({} if old == new else {f"{section}.{name}": (old, new)})
+        assert (config == other) == (not differences(config, other))
+        assert from_dict(json.loads(json.dumps(to_dict(other), ensure_ascii=False, allow_nan=False).encode())) == other
+
+
+@given(configs(), st.integers(1, 1_000), st.integers(1, 1_000))
+def test_resolving_and_taking_back(config, size, source_size):
+    both = config.model.architecture == "encoder_decoder"
+    plain = unresolve(config)
+    assert unresolve(plain) == plain
+    resolved = resolve(plain, size, source_size if both else None)
+    filled = {"model.vocab_size", "optim.decay_steps", *(["model.source_vocab_size"] if both else [])}
+    assert set(differences(plain, resolved)) <= filled
+    assert (resolved.model.vocab_size, resolved.model.source_vocab_size) == (size, source_size if both else None)
+    assert resolved.optim.decay_steps == (plain.optim.decay_steps or plain.train.steps)
+    assert unresolve(resolved) == plain
+    assert resolve(resolved, size, source_size if both else None) == resolved
 
 
 json_values = st.recursive(
@@ -109,18 +153,6 @@ def test_hostile_json_gives_a_config_or_an_error(values):
     except TransformerJaxError:
         return
     assert isinstance(config, Config)
-
-
-def test_the_config_of_a_run_can_begin_another():
-    config = Config(train=TrainConfig(steps=500))
-    assert unresolve(resolve(config, 65)) == config
-    fixed = dataclasses.replace(config, optim=OptimConfig(decay_steps=900))
-    assert unresolve(resolve(fixed, 65)) == fixed
-
-
-def test_differences():
-    changed = dataclasses.replace(Config(), model=ModelConfig(d_model=64), train=TrainConfig(seed=3))
-    assert differences(Config(), changed) == {"model.d_model": (128, 64), "train.seed": (0, 3)}
 
 
 def test_every_field_is_documented():

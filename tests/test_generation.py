@@ -163,13 +163,6 @@ def test_no_limit_is_no_limit():
     assert drawn == {0, 1, 2, 3}
 
 
-def test_ties_go_to_the_lower_id():
-    logits = jnp.zeros((1, 5))
-    keys = jax.random.split(jax.random.key(0), 1)
-    assert int(draw(keys, logits, none_seen(logits), filters(temperature=0, top_k=5))[0]) == 0
-    assert int(draw(keys, logits, none_seen(logits), filters(top_k=1))[0]) == 0
-
-
 def test_bfloat16_logits_do_not_drift():
     half, _ = build(compute_dtype="bfloat16")
     ids = jnp.asarray(np.random.default_rng(1).integers(0, V, (1, CONTEXT)))

@@ -7,6 +7,12 @@ from typing import Any, Literal, get_args, get_origin
 
 from transformer_jax.errors import ConfigError
 
+_FAR = 100_000
+"""How far from a number its neighbours are tried: numbers may be of any size, and an error must not take for ever."""
+
+_LARGEST = 3.4e38
+_MOST_STEPS = 2**31 - 1
+
 
 def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
     """The message for a name that does not exist, with the closest one that does, or all of them."""
@@ -25,9 +31,31 @@ def check_types(config: Any, section: str) -> None:
             if value not in choices:
                 raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
         elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
+            _check_size(value, f"{section}.{name}")
             object.__setattr__(config, name, float(value))
         elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
             raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
+        elif isinstance(value, float):
+            _check_size(value, f"{section}.{name}")
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not text.isascii():
+                _check_text(text, f"{section}.{name}")
+
+
+def _check_size(value: float, name: str) -> None:
+    """Refuses what float32 holds as infinity; infinity itself is left to the checks of each field."""
+    if _LARGEST < abs(value) != float("inf"):
+        raise ConfigError(f"{name} must be a number that float32 holds, at most {_LARGEST}, got {value}")
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuses what no JSON file can hold, such as the name of a file whose bytes are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name} is no Unicode text, got {text!r}; use other characters, or rename the file"
+        ) from error
 
 
 def _allows(hint: Any, kind: type) -> bool:
@@ -59,6 +87,16 @@ def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
             raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {value}")
 
 
+def check_steps(config: Any, section: str, names: typing.Iterable[str]) -> None:
+    """Holds numbers of updates to what their int32 counter reaches; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > _MOST_STEPS:
+            raise ConfigError(f"{section}.{name} must be at most {_MOST_STEPS}, got {value}")
+
+
 def nearest_divisor(total: int, wanted: int) -> int:
-    """The divisor of a number that comes nearest to the one wanted: what an error can propose."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))
+    """The divisor of a number that comes nearest to the one wanted, or 1 where none is near: what an error proposes."""
+    wanted = min(wanted, total)
+    away = range(min(wanted, _FAR))
+    return next((d for step in away for d in (wanted - step, wanted + step) if total % d == 0), 1)

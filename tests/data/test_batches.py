@@ -1,13 +1,18 @@
+import itertools
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from transformer_jax import Config, DataConfig, ModelConfig
-from transformer_jax.data.batches import MaskedWindows, Windows, evaluation_batches, hide
+from transformer_jax.data.batches import MaskedWindows, TextCorpus, Windows, hide, split_bounds
 from transformer_jax.data.tasks import load_corpus
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import ConfigError, DataError
+
+VOCAB = Vocab("abcdefghij", "gap")
 
 
 def test_exactly_one_window():
@@ -25,39 +30,103 @@ def test_all_starts_are_reached():
     assert batch["inputs"].shape == batch["targets"].shape == batch["weights"].shape == (4, 16)
 
 
-@settings(max_examples=30)
-@given(st.integers(2, 200), st.integers(1, 16), st.integers(1, 7), st.integers(0, 5))
-def test_each_window_once_per_epoch(length, context, size, seed):
-    length = max(length, context + 1)
-    windows = Windows(np.arange(length), context, seed)
-    epoch = windows.per_epoch
-    starts = np.concatenate([windows.batch(i, size)["inputs"][:, 0] for i in range(0, 2 * epoch + size, size)])
-    for first in (0, epoch):
-        assert sorted(starts[first : first + epoch]) == list(range(epoch))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@examples(50)
+@given(st.integers(1, 60), st.integers(1, 16), st.integers(1, 90), SEEDS, st.integers(0, 3))
+def test_each_window_once_per_epoch(epoch, context, size, seed, skipped):
+    """Also where an epoch ends within a batch, or a batch has several."""
+    windows = Windows(np.arange(epoch + context), context, seed)
+    assert windows.per_epoch == epoch
+    first = skipped * epoch
+    batches = [windows.batch(i, size) for i in range(first, first + 2 * epoch, size)]
+    inputs, targets = (np.concatenate([batch[name] for batch in batches]) for name in ("inputs", "targets"))
+    for start in (0, epoch):
+        assert sorted(inputs[start : start + epoch, 0]) == list(range(epoch))
+    np.testing.assert_array_equal(inputs, inputs[:, :1] + np.arange(context))
+    np.testing.assert_array_equal(targets, inputs + 1)
+    assert all((batch["weights"] == 1).all() for batch in batches)
+
+
+@examples(50)
+@given(
+    st.booleans(),
+    st.integers(1, 60),
+    st.integers(1, 16),
+    SEEDS,
+    st.integers(0, 100) | st.integers(0, 2**40),
+    st.lists(st.integers(1, 7), min_size=1, max_size=6),
+)
+def test_examples_do_not_depend_on_how_they_are_cut(masks, epoch, context, seed, first, cuts):
+    """Into batches, or into the rows that processes read of one batch."""
+    text = np.arange(epoch + context) % 10
+    training = Windows(text, context, seed)
+    if masks:
+        training = MaskedWindows(training, VOCAB, 0.3, seed)
+    bounds = np.cumsum([0, *cuts])
+    size = int(bounds[-1])
+    whole = training.batch(first, size)
+    spans = [range(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
+    for parts in (
+        [training.batch(first + span.start, len(span)) for span in spans],
+        [training.batch(first, size, span) for span in spans],
+    ):
+        for name, array in whole.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
+            assert array.shape == (size, context)
 
 
 def test_order_is_a_function_of_the_seed():
     def starts(seed, first, size):
         return Windows(np.arange(1000), 8, seed).batch(first, size)["inputs"][:, 0].tolist()
 
-    assert starts(0, 0, 12) == starts(0, 0, 6) + starts(0, 6, 6)
     assert starts(0, 0, 12) != starts(1, 0, 12)
     assert starts(0, 0, 992) != starts(0, 992, 992)
     # The second epoch of one seed must not be the first of the next.
     assert starts(0, 992, 12) != starts(1, 0, 12)
 
 
-@pytest.mark.parametrize("length", [2, 16, 17, 33, 100, 129])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_evaluation_counts_every_target_once(length, batch_size):
-    ids = np.arange(length)
-    batches = list(evaluation_batches(ids, 16, batch_size))
-    assert {b["inputs"].shape for b in batches} == {(batch_size, 16)}
-    targets = np.concatenate([b["targets"][b["weights"] == 1] for b in batches])
-    inputs = np.concatenate([b["inputs"][b["weights"] == 1] for b in batches])
-    np.testing.assert_array_equal(targets, ids[1:])
-    np.testing.assert_array_equal(inputs, ids[:-1])
-    assert all(b["inputs"][b["weights"] == 0].sum() == 0 for b in batches)
+@given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 9), st.none() | st.integers(1, 310), st.booleans())
+def test_evaluation_counts_every_target_once(length, context, rows, limit, masks):
+    """Masked, each character is read once, and the same ones are hidden whatever the batch."""
+    ids = np.arange(length) % 10 if masks else np.arange(length)
+    corpus = TextCorpus("a", ids, VOCAB, "", context, 0.3 if masks else None)
+    split = corpus.split("validation")
+    batches = list(corpus.evaluation("validation", rows, limit))
+    assert {batch["inputs"].shape for batch in batches} <= {(rows, context)}
+    assert all(batch["weights"].any() for batch in batches)
+    found = {name: np.concatenate([b[name].ravel() for b in batches]) for name in (batches or [{}])[0]}
+    if masks:
+        read = split[:limit]
+        single = {
+            name: np.concatenate([b[name].ravel() for b in corpus.evaluation("validation", 1, limit)]) for name in found
+        }
+        for name, array in single.items():
+            np.testing.assert_array_equal(found[name][: len(array)], array)
+            assert not found[name][len(array) :].any()
+        targets = found["targets"][found["valid"]] if found else []
+        np.testing.assert_array_equal(targets, read)
+        assert not found or not found["weights"][~found["valid"]].any()
+        lengths = [min(context, len(read) - start) for start in range(0, len(read), context)]
+        assert sum(b["weights"].sum() for b in batches) == sum(max(1, round(0.3 * n)) for n in lengths)
+        return
+    read = split[: None if limit is None else limit + 1]
+    counted = found["weights"] == 1 if found else np.zeros(0, bool)
+    for name, expected in (("inputs", read[:-1]), ("targets", read[1:])):
+        np.testing.assert_array_equal(found[name][counted] if found else [], expected)
+        assert not found or not found[name][~counted].any()
+
+
+@given(st.integers(0, 10**9))
+def test_parts_of_any_size(size):
+    """Train, tune and test make up the whole, one after the other; validation is the last two."""
+    bounds = [split_bounds(size, name) for name in ("train", "tune", "test")]
+    assert [0, *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), size]
+    assert split_bounds(size, "validation") == (bounds[1][0], size)
+    assert abs(10 * bounds[0][1] - 9 * size) <= 10
+    lengths = [stop - start for start, stop in bounds[1:]]
+    assert 0 <= lengths[1] - lengths[0] <= 1
 
 
 def corpus_of(tmp_path, text, context=4, architecture="decoder"):
@@ -103,9 +172,6 @@ def test_architecture_and_data_go_together(architecture, corpus):
         load_corpus(config)
 
 
-VOCAB = Vocab("abcdefghij", "gap")
-
-
 def masked(size, context=40, seed=0, first=0, rate=0.15):
     ids = np.arange(5_000) % 10
     return MaskedWindows(Windows(ids, context, seed), VOCAB, rate, seed).batch(first, size)
@@ -128,13 +194,10 @@ def test_a_sixth_is_hidden_by_the_rule():
     assert chosen.mean(axis=0) == pytest.approx(0.15, abs=0.04)
 
 
-def test_what_is_hidden_follows_from_seed_and_example():
-    whole = masked(12)
-    for name, part in masked(5, first=7).items():
-        np.testing.assert_array_equal(part, whole[name][7:])
-    assert (masked(12, seed=1)["weights"] != whole["weights"]).any()
-    again = masked(12, first=4_960)  # the next epoch
-    assert (again["weights"] != whole["weights"]).any()
+def test_other_seeds_and_epochs_hide_others():
+    first = masked(12)["weights"]
+    assert (masked(12, seed=1)["weights"] != first).any()
+    assert (masked(12, first=4_960)["weights"] != first).any()
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (2, 1), (10, 2), (40, 6)])

@@ -1,10 +1,12 @@
 import hashlib
 import importlib.metadata
+import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from properties import examples
 
 from transformer_jax import Config, DataConfig, ModelConfig
 from transformer_jax.data import cmudict, pairs
@@ -53,7 +55,7 @@ def test_files_are_read_as_texts_are(tmp_path):
         load_corpus(Config(model=model, data=data))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.permutations(range(40)))
 def test_the_split_depends_on_the_sources_alone(order):
     given_ = [Pair(f"s{i // 2}", f"t{i}", "") for i in order]
@@ -113,35 +115,96 @@ def test_few_widths(length, width):
     assert set(corpus.widths(np.array(index[-1:]))) == {width}
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64])
-def test_evaluation_counts_each_pair_once(rows):
-    corpus = corpus_of(count=200)
-    batches = list(corpus.evaluation("validation", rows))
+@st.composite
+def corpora(draw):
+    """Any pairs that make a corpus: lengths of both sides, several targets of a source, characters or words."""
+    lengths = st.integers(1, 30)
+    sizes = draw(st.lists(st.tuples(lengths, lengths, st.booleans()), min_size=11, max_size=60))
+    words = draw(st.booleans())
+    pairs_, source = [], ""
+    for number, (source_length, target_length, again) in enumerate(sizes):
+        # The first 11 have sources of their own.
+        source = source if again and number >= 11 else f"{number:02}" + "9876543210"[: source_length % 10]
+        pairs_.append(Pair(source, (" " if words else "").join("01"[number % 2] for _ in range(target_length)), ""))
+    everything = [Pair("0123456789", (" " if words else "").join("01"), "")] * 2
+    try:
+        return make_corpus("pairs", [*pairs_, *everything], draw(st.integers(31, 40)), words=words)
+    except DataError as error:
+        assume("not in the training part" not in str(error))
+        raise
+
+
+def read(batch):
+    """The rows of a batch without their padding: source and target."""
+    rows = zip(*(batch[name] for name in ("source", "source_valid", "targets", "weights")), strict=True)
+    return [(tuple(source[valid]), tuple(target[weights > 0])) for source, valid, target, weights in rows]
+
+
+def rows_of(corpus, index):
+    end = corpus.vocab.special_id
+    return [(tuple(corpus.sources[i]), (*corpus.targets[i], end)) for i in index]
+
+
+@examples(60)
+@given(corpora(), st.integers(1, 20), st.none() | st.integers(1, 100))
+def test_evaluation_counts_each_pair_once(corpus, rows, limit):
+    index = corpus.split("validation")
+    if limit is not None:
+        sizes = np.cumsum(corpus.targets.lengths[index] + 1)
+        index = index[: max(1, sum(size <= limit for size in sizes))]
+    batches = list(corpus.evaluation("validation", rows, limit))
     assert {len(batch["inputs"]) for batch in batches} == {rows}
-    assert sum(b["weights"].sum() for b in batches) == (corpus.targets.lengths[corpus.split("validation")] + 1).sum()
-    few = sum(b["weights"].sum() for b in corpus.evaluation("validation", rows, limit=20))
-    assert 8 <= few <= 20
+    counted = [row for batch in batches for row in read(batch) if row[1]]
+    assert sorted(counted) == sorted(rows_of(corpus, index))
+    assert all(batch["inputs"].shape[1] <= corpus.context for batch in batches)
 
 
-def test_each_pair_once_per_epoch(monkeypatch):
-    monkeypatch.setattr(pairs, "_POOL", 32)
-    monkeypatch.setattr(pairs, "_BLOCK", 8)
+@examples(40)
+@given(
+    corpora(),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 3),
+    st.integers(1, 90),
+    st.integers(1, 16),
+    st.integers(1, 4),
+)
+def test_each_pair_once_per_epoch(corpus, seed, skipped, size, pool, blocks):
+    """Whatever their widths and the batch, also where an epoch ends within one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairs, "_POOL", pool * blocks)
+        patch.setattr(pairs, "_BLOCK", pool)
+        training, count = corpus.training(seed), len(corpus.split("train"))
+        first = skipped * count
+        seen = [row for i in range(first, first + 2 * count, size) for row in read(training.batch(i, size))]
+    everything = sorted(rows_of(corpus, corpus.split("train")))
+    assert sorted(seen[:count]) == sorted(seen[count : 2 * count]) == everything
+
+
+@examples(40)
+@given(
+    corpora(),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 10**4),
+    st.lists(st.integers(1, 7), min_size=1, max_size=6),
+)
+def test_pairs_do_not_depend_on_how_they_are_cut(corpus, seed, first, cuts):
+    """Into batches, which may be narrower, or into the rows that processes read of one batch, all as wide as it."""
+    bounds = np.cumsum([0, *cuts])
+    spans = [range(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
+    whole = corpus.training(seed).batch(first, int(bounds[-1]))
+    again = corpus.training(seed)
+    assert [row for span in spans for row in read(again.batch(first + span.start, len(span)))] == read(whole)
+    parts = [again.batch(first, int(bounds[-1]), span) for span in spans]
+    for name, array in whole.items():
+        np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
     corpus = corpus_of(count=100)
     count = len(corpus.split("train"))
-    examples = corpus.training(seed=0)
-
-    def read(first, size):
-        batch = examples.batch(first, size)
-        return [tuple(row[row_valid]) for row, row_valid in zip(batch["source"], batch["source_valid"], strict=True)]
-
-    epochs = [[row for first in range(0, count, 5) for row in read(start + first, 5)] for start in (0, count)]
-    assert count % 5 == 0
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(tuple(corpus.sources[i]) for i in corpus.split("train"))
-    assert epochs[0] != epochs[1]
-    assert read(3, 6) == epochs[0][3:9]
-    assert read(count - 3, 6) == epochs[0][-3:] + epochs[1][:3]
-    other = corpus.training(seed=1).batch(0, count)["source"]
-    assert (other != examples.batch(0, count)["source"]).any()
+    first, second = (read(corpus.training(seed=0).batch(start, count)) for start in (0, count))
+    assert first != second
+    assert first != read(corpus.training(seed=1).batch(0, count))
 
 
 def test_similar_lengths_stand_together():

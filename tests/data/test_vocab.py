@@ -1,19 +1,90 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import TEXT
 
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import DataError
+from transformer_jax.training.runs import write_json
+
+ANY = TEXT.filter(bool)
+WORDS = st.lists(ANY.filter(lambda word: len(word.split()) == 1 and word == word.strip()), min_size=1)
 
 
-@given(st.text(min_size=1))
-def test_round_trip_of_any_text(text):
-    vocab = Vocab.from_text(text)
-    ids = vocab.encode(text)
+def vocab_of(symbols, special):
+    """A vocabulary, or None where a text has every gap sign."""
+    if special == "gap" and set("_□▁") <= set(symbols):
+        with pytest.raises(DataError, match="sign of its own"):
+            Vocab.from_text(symbols, special)
+        return None
+    return Vocab.from_text(symbols, special)
+
+
+@given(ANY, st.sampled_from(["", "gap", "end"]), st.integers(1, 50))
+def test_round_trip_of_any_text(text, special, chunk):
+    vocab = vocab_of(text, special)
+    if vocab is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformer_jax.data.vocab._CHUNK", chunk)
+        ids = vocab.encode(text)
+        if special == "gap":
+            np.testing.assert_array_equal(vocab.encode(text + vocab.gap), [*ids, vocab.special_id])
+            assert vocab.decode([vocab.special_id, *ids]) == vocab.gap + text
+    assert ids.dtype == vocab.dtype
+    assert [vocab.symbols[i] for i in ids] == list(text)
+    assert list(vocab.symbols) == sorted(set(text))
+    assert len(vocab) == len(set(text)) + (special != "")
     assert vocab.decode(ids) == text
-    assert ids.max() < len(vocab) == len(set(text))
-    assert Vocab.from_dict(vocab.to_dict()) == vocab
+    if special == "end":
+        assert vocab.decode([vocab.special_id, *ids, vocab.special_id, -1]) == text
+
+
+@given(WORDS, st.sampled_from(["", "gap", "end"]))
+def test_round_trip_of_any_words(words, special):
+    vocab = vocab_of(words, special)
+    if vocab is None:
+        return
+    ids = vocab.encode(" ".join(words))
+    assert [vocab.symbols[i] for i in ids] == words
+    assert vocab.decode(ids) == " ".join(words)
+    assert vocab.symbols == tuple(sorted(set(words)))
+    if special:
+        shown = [vocab.gap] if special == "gap" else []
+        assert vocab.decode([*ids, vocab.special_id]) == " ".join([*words, *shown])
+        if special == "gap":
+            np.testing.assert_array_equal(vocab.encode(" ".join([*words, *shown])), [*ids, vocab.special_id])
+
+
+WHOLE = ANY.filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
+"""What can come from a file."""
+
+
+@given(WHOLE | st.lists(WHOLE, min_size=1), st.sampled_from(["", "gap", "end"]))
+def test_round_trip_through_a_file(tmp_path_factory, symbols, special):
+    vocab = vocab_of(symbols, special)
+    if vocab is not None:
+        path = tmp_path_factory.getbasetemp() / "vocab.json"
+        write_json(path, vocab.to_dict())
+        assert Vocab.from_dict(json.loads(path.read_text(encoding="utf-8"))) == vocab
+
+
+@given(ANY, ANY, st.integers(1, 5))
+def test_the_first_unknown_character_is_named(known, text, chunk):
+    vocab = Vocab.from_text(known)
+    unknown = [place for place, symbol in enumerate(text) if symbol not in known]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformer_jax.data.vocab._CHUNK", chunk)
+        if not unknown:
+            assert vocab.decode(vocab.encode(text)) == text
+            return
+        with pytest.raises(DataError) as caught:
+            vocab.encode(text)
+    assert f"character {text[unknown[0]]!r} (position {unknown[0]}) " in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_ids_are_in_code_point_order():

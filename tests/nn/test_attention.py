@@ -129,19 +129,6 @@ def test_products_add_up_in_float32():
     assert float((ones @ ones.T)[0, 0]) == 4096
 
 
-def test_masks_by_hand():
-    positions = jnp.arange(4)[None]
-    causal = causal_mask(positions, positions)
-    np.testing.assert_array_equal(causal, causal_mask(4))
-    np.testing.assert_array_equal(causal[0, 0], np.tril(np.ones((4, 4), bool)))
-    both = combine_masks(causal, None, window_mask(positions, positions, window=2))
-    np.testing.assert_array_equal(both[0, 0], np.tril(np.ones((4, 4), bool)) & ~np.tril(np.ones((4, 4), bool), -2))
-    padded = combine_masks(causal, padding_mask(jnp.array([[True, True, False, False]])))
-    assert padded.shape == (1, 1, 4, 4)
-    np.testing.assert_array_equal(padded[0, 0, 3], [True, True, False, False])
-    assert combine_masks(None, None) is None
-
-
 def test_cache_drops_what_finds_no_room():
     cache = KVCache(jnp.zeros((2, 1, 1, 3, 4)), jnp.zeros((2, 1, 1, 3, 4)), jnp.array([2]))
     new = jnp.ones((1, 2, 1, 4))

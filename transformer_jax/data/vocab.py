@@ -91,7 +91,8 @@ class Vocab:
         return ids
 
     def _encode_words(self, words: Sequence[str]) -> np.ndarray:
-        table = {word: number for number, word in enumerate(self.symbols)}
+        known = [*self.symbols, *([self.gap] if self.special == "gap" else [])]
+        table = {word: number for number, word in enumerate(known)}
         for place, word in enumerate(words):
             if word not in table:
                 raise DataError(self._unknown("symbol", word, place))

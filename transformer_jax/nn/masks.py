@@ -56,6 +56,7 @@ def window_mask(query_positions: jax.Array | int, key_positions: jax.Array | Non
     query_positions, key_positions = _both(query_positions, key_positions)
     if not isinstance(window, Integral) or window < 1:
         raise ConfigError(f"a window must be a whole number of at least 1, the query's own position, got {window}")
+    window = min(window, jnp.iinfo(jnp.int32).max)
     return jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :]) < window
 
 

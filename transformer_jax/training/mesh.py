@@ -23,7 +23,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
-        if not equals or not size.removeprefix("-").isdecimal():
+        if not equals or not size.removeprefix("-").isdecimal() or len(size) > 9:
             raise ConfigError(
                 f"mesh {text!r}: {part.strip()!r} is not AXIS=SIZE; write it as in data=4,fsdp=2,tensor=1"
             )
