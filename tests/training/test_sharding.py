@@ -43,6 +43,7 @@ def config_of(model=None, **fields):
         ("data=4,", "'' is not AXIS=SIZE"),
         ("", "'' is not AXIS=SIZE"),
         ("data=two", "'data=two' is not AXIS=SIZE"),
+        ("data=9999999999", "'data=9999999999' is not AXIS=SIZE"),
         ("data=2.0", "'data=2.0' is not"),
         ("dta=8", "unknown mesh axis 'dta'; did you mean 'data'"),
         ("pipeline=8", "unknown mesh axis 'pipeline'; it is one of data, fsdp, tensor"),
