@@ -17,6 +17,7 @@ PACKAGE = ROOT / "transformer_jax"
 ROOMS = [
     ["errors"],
     ["checks"],
+    ["reading"],
     ["output"],
     ["fetch"],
     ["config"],

@@ -1,19 +1,35 @@
 """Checks of plain values, each with its message: what the field is, what was given, and what would do."""
 
 import difflib
+import math
 import types
 import typing
 from typing import Any, Literal, get_args, get_origin
 
 from transformer_jax.errors import ConfigError
 
+_LEAST, _MOST = 1e-37, 1e38
+"""What float32 holds: beyond, a number would become 0 or infinity in silence."""
+
+_TRIED = 1 << 16
+"""Divisors that are looked for: of an absurd number the nearest may be missed, and the search ends."""
+
 
 def unknown(what: str, name: object, valid: typing.Iterable[str]) -> str:
     """The message for a name that does not exist, with the closest one that does, or all of them."""
     valid = list(valid)
-    close = difflib.get_close_matches(str(name), valid, n=1)
+    close = difflib.get_close_matches(name, valid, n=1) if isinstance(name, str) and len(name) < 100 else []
     hint = f"did you mean {close[0]!r}?" if close else f"it is one of {', '.join(valid)}"
-    return f"unknown {what} {name!r}; {hint}"
+    return f"unknown {what} {shown(name)}; {hint}"
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: whatever it is, in a few words."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_types(config: Any, section: str) -> None:
@@ -25,9 +41,12 @@ def check_types(config: Any, section: str) -> None:
             if value not in choices:
                 raise ConfigError(unknown(f"value for {section}.{name}:", value, choices))
         elif isinstance(value, int) and not isinstance(value, bool) and _allows(hint, float) and not _allows(hint, int):
-            object.__setattr__(config, name, float(value))
+            try:
+                object.__setattr__(config, name, float(value))
+            except OverflowError as error:
+                raise ConfigError(f"{section}.{name} must be a number below 1e308, got {shown(value)}") from error
         elif not _allows(hint, type(value)) or (hint == tuple[str, ...] and not all(isinstance(v, str) for v in value)):
-            raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {value!r}")
+            raise ConfigError(f"{section}.{name} must be {_describe(hint)}, got {shown(value)}")
 
 
 def _allows(hint: Any, kind: type) -> bool:
@@ -47,8 +66,20 @@ def check_positive(config: Any, section: str, names: typing.Iterable[str]) -> No
     """Holds fields to positive, finite numbers; None passes."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{section}.{name} must be a positive number, got {value}")
+        if value is None:
+            continue
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{section}.{name} must be a positive number, got {shown(value)}")
+        if isinstance(value, float) and not _LEAST <= value <= _MOST:
+            raise ConfigError(f"{section}.{name} must be between {_LEAST} and {_MOST}, as in float32, got {value}")
+
+
+def check_largest(config: Any, section: str, limits: typing.Mapping[str, int]) -> None:
+    """Holds fields to sizes at which a program can still be written down; None passes."""
+    for name, limit in limits.items():
+        value = getattr(config, name)
+        if value is not None and value > limit:
+            raise ConfigError(f"{section}.{name} must be at most {limit}, got {shown(value)}")
 
 
 def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
@@ -56,9 +87,10 @@ def check_rates(config: Any, section: str, names: typing.Iterable[str]) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {value}")
+            raise ConfigError(f"{section}.{name} must be at least 0 and below 1, got {shown(value)}")
 
 
 def nearest_divisor(total: int, wanted: int) -> int:
     """The divisor of a number that comes nearest to the one wanted: what an error can propose."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - wanted))
+    small = [d for d in range(1, min(math.isqrt(total), _TRIED) + 1) if total % d == 0]
+    return min({*small, *(total // d for d in small)}, key=lambda d: (abs(d - wanted), d))

@@ -8,7 +8,7 @@ both directions: unknown fields and wrong types are errors, never ignored.
 import dataclasses
 from typing import Any, Literal
 
-from transformer_jax.checks import check_positive, check_rates, check_types, nearest_divisor, unknown
+from transformer_jax.checks import check_largest, check_positive, check_rates, check_types, nearest_divisor, unknown
 from transformer_jax.errors import ConfigError
 
 Architecture = Literal["decoder", "encoder", "encoder_decoder", "rnn", "gru", "lstm"]
@@ -25,6 +25,14 @@ Corpus = Literal["plays", "tiny_shakespeare", "file", "cmudict", "pairs"]
 TargetSymbols = Literal["characters", "words"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd", "noam", "constant"]
+
+LARGEST = {
+    **dict.fromkeys(("vocab_size", "source_vocab_size", "context", "window"), 1 << 24),
+    **dict.fromkeys(("d_model", "num_heads", "num_kv_heads"), 1 << 20),
+    "d_ff": 1 << 22,
+    **dict.fromkeys(("num_layers", "num_encoder_layers", "unroll"), 1 << 12),
+}
+"""Of the model's sizes: far above any model, and low enough that no array's size overflows 64 bits, which ends JAX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +127,7 @@ class ModelConfig:
         sizes = ("vocab_size", "context", "d_model", "num_heads", "num_kv_heads", "num_layers", "d_ff", "window")
         check_positive(self, "model", (*sizes, "source_vocab_size", "num_encoder_layers"))
         check_positive(self, "model", ("unroll", "norm_eps", "rotary_base"))
+        check_largest(self, "model", LARGEST)
         check_rates(self, "model", ("dropout", "attention_dropout", "feed_forward_dropout"))
         for name in ("source_vocab_size", "num_encoder_layers"):
             if getattr(self, name) is not None and self.architecture != "encoder_decoder":
@@ -243,8 +252,9 @@ class OptimConfig:
         check_positive(self, "optim", ("learning_rate", "muon_learning_rate", "decay_steps", "clip_norm", "eps"))
         check_rates(self, "optim", ("b1", "b2", "muon_beta"))
         for name in ("warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"optim.{name} must be at least 0, got {getattr(self, name)}")
+        check_largest(self, "optim", {"warmup_steps": 2**31 - 1, "decay_steps": 2**31 - 1})  # counted in int32
         for name in ("final_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"optim.{name} must be between 0 and 1, got {getattr(self, name)}")
