@@ -54,6 +54,10 @@ class Broken(Exception):
     """The law was broken."""
 
 
+class Late(BaseException):
+    """A block took too long; no handler of errors may take it for one."""
+
+
 def fuzz(kind: str, seed: int, folder: Path) -> Outcome:
     """One case of a kind of `KINDS`. A folder can serve all cases; what stays the same in them is made there once."""
     draw = random.Random(f"{kind} {seed}")
@@ -63,7 +67,7 @@ def fuzz(kind: str, seed: int, folder: Path) -> Outcome:
         return Outcome(kind, seed, "", KINDS[kind](draw, folder, done), "")
     except Broken as broken:
         return Outcome(kind, seed, "; ".join(done), "", str(broken))
-    except Exception:
+    except (Exception, Late):
         return Outcome(kind, seed, "; ".join(done), "", traceback.format_exc())
 
 
@@ -77,7 +81,7 @@ def command(*args: object) -> tuple[int, str, str]:
             if usage.code in (0, 2):
                 return int(usage.code), out.getvalue(), "error: usage"
             raise Broken(f"the parser ended with {usage.code}") from usage
-        except TimeoutError as late:
+        except Late as late:
             raise Broken(f"{args} took longer than {LIMIT} s") from late
         except BaseException as error:
             raise Broken(f"{args} raised {''.join(traceback.format_exception(error))}") from error
@@ -89,10 +93,10 @@ def command(*args: object) -> tuple[int, str, str]:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Ends a block with TimeoutError; Python's own waiting only."""
+    """Ends a block that takes longer; one that waits in Python, not in a library."""
 
     def late(*_: object) -> None:
-        raise TimeoutError
+        raise Late
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -200,7 +204,9 @@ def damage_bytes(draw: random.Random, raw: bytes) -> bytes:
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(len(raw) + 1)
         end = min(len(raw), place + draw.choice([1, 1, 2, 7, 100]))
-        new = draw.choice([b"\0", b"\t", b"\r", b"\r\n", b"\n", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xc3", b"e"])
+        new = draw.choice(
+            [b"\0", b"\t", b"\r", b"\r\n", b"\n", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xc3", b"e"]
+        )
         raw = draw.choice(
             [
                 raw[:place],
@@ -353,7 +359,7 @@ def run_of(folder: Path) -> tuple[Path, dict[int, list[str]]]:
         train=TrainConfig(steps=4, batch_size=4, eval_every=2, eval_chars=64, save_every=2, sample_chars=0),
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        train(config, run)
+        train(config, run, overwrite=True)
     said = {step: [command(*args, "--step", step)[1] for args in uses(run)] for step in (2, 4)}
     assert all(said[step] == [command(*args, "--step", step)[1] for args in uses(run)] for step in said)
     return run, said
@@ -372,20 +378,27 @@ def _run(draw: random.Random, folder: Path, done: list[str]) -> str:
     return _damaged_run(draw, folder, done, ["delete", "empty", "cut", "flip", "flip", "folder", "swap"])
 
 
+def _arrays(draw: random.Random, folder: Path, done: list[str]) -> str:
+    """The same of the files that Orbax writes for the arrays alone."""
+    return _damaged_run(draw, folder, done, ["delete", "empty", "cut", "flip", "flip", "folder", "swap"], "state")
+
+
 def _hostile_run(draw: random.Random, folder: Path, done: list[str]) -> str:
     """A run's folder, damaged by intent; changes of single values that still make sense are the digests' affair."""
     return _damaged_run(draw, folder, done, ["json", "json", "pipe", "link", "outside", "huge"])
 
 
-def _damaged_run(draw: random.Random, folder: Path, done: list[str], ways: list[str]) -> str:
+def _damaged_run(draw: random.Random, folder: Path, done: list[str], ways: list[str], inside: str = "") -> str:
     original, said = run_of(folder)
     run = folder / "damaged"
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(original, run)
     files = sorted(path for path in run.rglob("*") if path.is_file())
+    files = [path for path in files if not inside or inside in path.parts]
     newest = [path for path in files if "4" in path.parts]
+    metadata = [path for path in newest if path.parts[-2:] == ("metadata", "metadata")] or newest
     for _ in range(draw.choice([1, 1, 2])):
-        path = draw.choice(draw.choice([files, newest, [run / "checkpoints/4/metadata/metadata"]]))
+        path = draw.choice(draw.choice([files, newest, metadata]))
         if path.is_file() and not path.is_symlink():
             how = draw.choice(ways)
             done.append(f"{how} {path.relative_to(run)}")
@@ -440,6 +453,7 @@ KINDS: dict[str, Callable[[random.Random, Path, list[str]], str]] = {
     "text": _text,
     "pairs": _pairs,
     "args": _args,
+    "arrays": _arrays,
     "run": _run,
     "hostile_run": _hostile_run,
 }
