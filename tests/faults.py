@@ -350,6 +350,7 @@ def run_of(folder: Path) -> tuple[Path, dict[int, list[str]]]:
     """A finished run with checkpoints 2 and 4, and what `sample` and `evaluate` print of each."""
     from transformer_jax.training.loop import train
 
+    folder.mkdir(parents=True, exist_ok=True)
     text, run = folder / "run.txt", folder / "run"
     text.write_text("the king and the queen of hearts\n" * 40, encoding="utf-8")
     config = Config(

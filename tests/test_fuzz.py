@@ -5,21 +5,25 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
-from shutil import copytree
+from shutil import copyfile, copytree, rmtree
 
 import faults
+import jax
 import pytest
 
 from transformer_jax import Config, ModelConfig, OptimConfig, TrainConfig, cli
 from transformer_jax.checks import nearest_divisor
-from transformer_jax.config import LARGEST, from_dict
+from transformer_jax.config import LARGEST, from_dict, resolve
 from transformer_jax.config_files import load_config
 from transformer_jax.data.corpora import load_files
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import ConfigError, DataError, TransformerJaxError
 from transformer_jax.reading import check_file, check_folder, read_json
-from transformer_jax.training.runs import load_run
+from transformer_jax.training.memory import check_memory
+from transformer_jax.training.runs import abstract_state, load_run
+from transformer_jax.training.sharding import default_placement
 
 PACKAGE = Path(__file__).parent.parent / "transformer_jax"
 SAMPLE = {"config": 200, "vocab": 200, "text": 60, "pairs": 100, "args": 60}
@@ -204,6 +208,45 @@ def test_loading_runs_no_code_and_looks_nowhere_else(folder, tmp_path):
     assert list(secret.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("damages")
+@pytest.mark.parametrize("way", ["../../../../outside/", "{}/outside/", "file://{}/outside/", "http://127.0.0.1:9/"])
+def test_arrays_that_are_said_to_lie_elsewhere_are_not_read(way, folder):
+    """A manifest with a right checksum that names another file, which is there and holds what was saved."""
+    home = Path(tempfile.mkdtemp(prefix="o", dir="/tmp"))  # short: the new name takes no more room than the old
+    try:
+        run = copytree(faults.run_of(folder / "run")[0], home / "run")
+        state = run / "checkpoints" / "4" / "state"
+        manifest = state / "manifest.ocdbt"
+        raw = manifest.read_bytes()
+        old = raw[raw.index(b"d/") :][:34]
+        assert raw[-4:] == _crc32c(raw[:-4])
+        start = way.format(home).encode()
+        name = b"x" * (len(old) - len(start))
+        (home / "outside").mkdir()
+        copyfile(state / old.decode(), home / "outside" / name.decode())
+        body = raw[:-4].replace(old, start + name)
+        manifest.write_bytes(body + _crc32c(body))
+        said: list[str] = []
+        assert load_run(run, "last", said.append).step == 2
+        assert len(said) == 1
+        assert "checkpoint 4" in said[0]
+        manifest.write_bytes(raw)
+        assert load_run(run, "last", said.append).step == 4
+    finally:
+        rmtree(home)
+
+
+def _crc32c(raw):
+    """The checksum of a manifest (Castagnoli), as it stands at its end."""
+    rest = 2**32 - 1
+    for byte in raw:
+        rest ^= byte
+        for _ in range(8):
+            rest = rest >> 1 ^ (0x82F63B78 if rest & 1 else 0)
+    return (rest ^ 2**32 - 1).to_bytes(4, "little")
+
+
 def _replaced(values, text):
     """A JSON tree in which each string that is a value is another."""
     if isinstance(values, dict):
@@ -239,3 +282,16 @@ def test_nothing_in_the_package_can_execute_what_it_reads():
                 names += [f"{called}({word.arg})" for word in node.keywords if word.arg in ("shell", "allow_pickle")]
             found |= {f"{path.relative_to(PACKAGE)}: {name}" for name in names}
     assert found == set(ALLOWED)
+
+
+def test_a_state_that_no_memory_holds_is_refused_before_it_is_made(tiny_config):
+    placement = default_placement(8)
+    state = abstract_state(resolve(tiny_config, 20))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    check_memory(state, placement)
+    check_memory(state, placement, size)
+    with pytest.raises(ConfigError, match="parameters and optimiser take 0.0 GiB on each device, and it has 0.0;"):
+        check_memory(state, placement, size - 1)
+    huge = dataclasses.replace(tiny_config, model=ModelConfig(d_model=1 << 20))
+    with pytest.raises(ConfigError, match="take [0-9,.]+ GiB on each device"):
+        check_memory(abstract_state(resolve(huge, 20)), placement)

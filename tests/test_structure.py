@@ -32,6 +32,7 @@ ROOMS = [
     ["training.cluster"],
     ["training.hosts"],
     ["training.mesh", "training.losses", "training.optim", "training.sharding", "training.metrics"],
+    ["training.memory"],
     ["training.step"],
     ["training.checkpoint"],
     ["training.runs"],
