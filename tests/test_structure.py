@@ -17,6 +17,7 @@ PACKAGE = ROOT / "transformer_jax"
 ROOMS = [
     ["errors"],
     ["checks"],
+    ["reading"],
     ["output"],
     ["fetch"],
     ["config"],
@@ -31,6 +32,7 @@ ROOMS = [
     ["training.cluster"],
     ["training.hosts"],
     ["training.mesh", "training.losses", "training.optim", "training.sharding", "training.metrics"],
+    ["training.memory"],
     ["training.step"],
     ["training.digests", "training.quiet"],
     ["training.checkpoint"],

@@ -8,7 +8,7 @@ both directions: unknown fields and wrong types are errors, never ignored.
 import dataclasses
 from typing import Any, Literal
 
-from transformer_jax.checks import check_positive, check_rates, check_steps, check_types, nearest_divisor, unknown
+from transformer_jax.checks import check_positive, check_rates, check_types, nearest_divisor, unknown
 from transformer_jax.errors import ConfigError
 
 Architecture = Literal["decoder", "encoder", "encoder_decoder", "rnn", "gru", "lstm"]
@@ -241,7 +241,6 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_types(self, "optim")
         check_positive(self, "optim", ("learning_rate", "muon_learning_rate", "decay_steps", "clip_norm", "eps"))
-        check_steps(self, "optim", ("warmup_steps", "decay_steps"))
         check_rates(self, "optim", ("b1", "b2", "muon_beta"))
         for name in ("warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
@@ -299,7 +298,6 @@ class TrainConfig:
         check_types(self, "train")
         counts = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "eval_chars", "save_every", "keep")
         check_positive(self, "train", (*counts, "keep_best", "keep_every"))
-        check_steps(self, "train", ("steps",))
         check_rates(self, "train", ("label_smoothing", "average_decay"))
         for name, top in (("seed", 2**32 - 1), ("sample_chars", 10**6), ("max_skipped", 10**6)):
             if not 0 <= getattr(self, name) <= top:

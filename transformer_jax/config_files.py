@@ -1,7 +1,6 @@
 """Where a config is read from: a Python file, the config.json of a run, its checkpoints, or a preset's name."""
 
 import dataclasses
-import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,10 @@ from transformer_jax.checks import unknown
 from transformer_jax.config import Config, field_names, from_dict, unresolve
 from transformer_jax.errors import CheckpointError, ConfigError, TransformerJaxError
 from transformer_jax.presets import PRESETS
+from transformer_jax.reading import read_json
+
+_LARGEST = 1 << 20
+"""Bytes of a config.json."""
 
 
 def load_config(path: Path, *, resolved: bool = False) -> Config:
@@ -33,7 +36,7 @@ def load_config(path: Path, *, resolved: bool = False) -> Config:
         raise ConfigError(f"{path} is no config: it is a Python file (.py) that sets CONFIG, or a run's config.json")
     try:
         if path.suffix == ".json":
-            config = from_dict(json.loads(path.read_text(encoding="utf-8")))
+            config = from_dict(read_json(path, largest=_LARGEST))
             return config if resolved else unresolve(config)
         found = runpy.run_path(str(path)).get("CONFIG")
     except TypeError as error:

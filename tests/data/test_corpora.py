@@ -133,6 +133,7 @@ class TestFile:
 
     def test_unreadable(self, write, tmp_path, monkeypatch):
         assert "cannot be read" in file_failure("a\0b")
+        (tmp_path / "a.txt").touch()
 
         # Tests may run as root, who may read anything.
         def refuse(*args):

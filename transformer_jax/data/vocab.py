@@ -34,6 +34,9 @@ class Vocab:
             raise DataError("a vocabulary needs at least one symbol, and the text has none")
         if len(set(self.symbols)) != len(self.symbols):
             raise DataError("a vocabulary must not hold a symbol twice")
+        odd = next((word for word in self.symbols if isinstance(self.symbols, tuple) and word.split() != [word]), None)
+        if odd is not None:
+            raise DataError(f"a vocabulary's words stand between blanks, and {odd[:60]!r} is empty or holds one")
         if self.special not in SPECIAL:
             raise DataError(f"a vocabulary's special symbol must be one of {SPECIAL}, got {self.special!r}")
         if self.special == "gap" and not self.gap:

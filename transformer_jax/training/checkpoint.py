@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from transformer_jax.config import Config, from_dict, to_dict
 from transformer_jax.data.vocab import Vocab
 from transformer_jax.errors import CheckpointError, TransformerJaxError
+from transformer_jax.reading import check_folder, read_json
 from transformer_jax.training import hosts
 from transformer_jax.training.digests import digests, numpy_digest, sha256_digest, sha256_digests
 from transformer_jax.training.optim import leaf_name
@@ -28,9 +29,6 @@ from transformer_jax.training.quiet import quieten
 
 FORMAT = 2
 """Of the metadata that is written. Format 1, without a digest of itself, is read too; any other is refused."""
-
-_LARGEST_METADATA = 1 << 28
-"""Bytes: many times what the largest vocabulary and the deepest tree of parameters take."""
 
 _OURS = re.compile(r"(0|[1-9][0-9]*)(?:\.(?:(aside)-[0-9]+|(deleting)|(orbax-checkpoint-tmp)))?")
 _KINDS = {
@@ -94,7 +92,7 @@ class Metadata:
 
         Raises:
           CheckpointError: If it is of another format.
-          ValueError, KeyError, TypeError, AttributeError: If it is damaged.
+          ValueError, KeyError, TypeError, AttributeError, ArithmeticError: If it is damaged.
         """
         written = values.get("format")
         if written not in (1, FORMAT):
@@ -166,14 +164,13 @@ class Checkpoints:
         """
         if step not in self.steps():
             raise CheckpointError(f"no checkpoint {step} in {self.folder}; there are {self._listed()}")
-        path = self.folder / str(step) / "metadata" / "metadata"
+        path = self.folder / str(step)
         try:
-            if not path.is_file() or path.stat().st_size > _LARGEST_METADATA:
-                raise ValueError(f"{path.name} is no file of at most {_LARGEST_METADATA >> 20} MiB")
-            return Metadata.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            check_folder(path)
+            return Metadata.from_dict(read_json(path / "metadata" / "metadata"))
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {step} in {self.folder}: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise self._damaged(step, error) from error
 
     def restore(self, metadata: Metadata, like: Any) -> Any:
@@ -282,9 +279,13 @@ class Checkpoints:
                 skipped.append(str(error))
         raise CheckpointError(f"no usable checkpoint in {self.folder}" + "".join(f"; {line}" for line in skipped))
 
-    def best(self) -> int | None:
-        """The step with the lowest validation loss, or None where none was evaluated."""
-        return hosts.first_says("the best checkpoint", best_step(self._losses()) if hosts.is_first() else None)
+    def best(self, report: Callable[[str], None] = lambda _: None) -> int | None:
+        """The step with the lowest validation loss, or None where none was evaluated.
+
+        Args:
+          report: Told of checkpoints that cannot be read: any of them may have been the best.
+        """
+        return hosts.first_says("the best checkpoint", best_step(self._losses(report)) if hosts.is_first() else None)
 
     def prune(self, newest: int, best: int = 1, every: int | None = None) -> None:
         """Deletes all checkpoints but those of `kept_steps`, and what saves left that were cut off."""
@@ -314,12 +315,13 @@ class Checkpoints:
             number = next(n for n in range(10**6) if not (self.folder / f"{step}.aside-{n}").exists())
             path.rename(self.folder / f"{step}.aside-{number}")
 
-    def _losses(self) -> dict[int, float | None]:
+    def _losses(self, report: Callable[[str], None] = lambda _: None) -> dict[int, float | None]:
         losses = {}
         for step in self.steps():
             try:
                 losses[step] = self.metadata(step).val_loss
-            except TransformerJaxError:
+            except TransformerJaxError as error:
+                report(f"skipped: {error}")
                 losses[step] = None
         return losses
 

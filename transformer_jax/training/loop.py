@@ -22,6 +22,7 @@ from transformer_jax.training import hosts, runs, sharding
 from transformer_jax.training.checkpoint import Metadata
 from transformer_jax.training.diagnosis import first_nonfinite
 from transformer_jax.training.evaluate import Evaluator, bits, task_figures
+from transformer_jax.training.memory import check_memory
 from transformer_jax.training.mesh import mesh_text
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal
 from transformer_jax.training.optim import with_rates
@@ -125,6 +126,7 @@ def _begun(
     """A new run: its resolved config, its first state, no examples and no seconds."""
     with hosts.agreed("the run's folder"):
         config = _resolved(config, corpus)
+        check_memory(runs.abstract_state(config), placement)
         if hosts.is_first():
             runs.create(out, config, corpus.vocab, corpus.source_vocab, overwrite=overwrite)
     runs.check_shared(runs.RunFolder(out))

@@ -337,7 +337,7 @@ def load_run(
         return {name: like(params, device if placement is None else placement.shardings(params))}
 
     if step == "best":
-        best = checkpoints.best()
+        best = checkpoints.best(report)
         step = "last" if best is None else best
     if step == "last":
         metadata, state, skipped = checkpoints.newest(part)
