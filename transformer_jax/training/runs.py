@@ -23,6 +23,9 @@ from transformer_jax.training.metrics import write_whole
 from transformer_jax.training.sharding import Placement, find_devices
 from transformer_jax.training.step import TrainState, init_state
 
+_OLD = "checkpoints.part"
+"""Where the checkpoints of a run that is replaced are deleted."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
@@ -122,11 +125,15 @@ def create(
     check_new(path, overwrite=overwrite)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for inside in path.iterdir():  # the folder itself stays: this process has claimed it
-            shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
         run = RunFolder(path)
+        # A process that is killed here must leave no half of the old run: its checkpoints go at once, its config last.
+        if (path / "checkpoints").exists():
+            shutil.rmtree(path / _OLD, ignore_errors=True)
+            (path / "checkpoints").rename(path / _OLD)
+        for inside in sorted(path.iterdir(), key=lambda p: p == run.config):  # the folder itself stays: it is claimed
+            shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
+        write_json(run.config, to_dict(config))  # first: from now on this is a run, whatever happens
         (path / "checkpoints").mkdir()
-        write_json(run.config, to_dict(config))
         write_json(run.vocab, vocab.to_dict())
         if source_vocab is not None:
             write_json(run.source_vocab, source_vocab.to_dict())
@@ -225,7 +232,7 @@ def _not_shared(folder: Path) -> ConfigError:
 
 def _occupied(path: Path) -> bool:
     try:
-        return path.exists() and any(path.iterdir())
+        return path.exists() and any(inside.name != "config.part" for inside in path.iterdir())
     except OSError as error:
         raise _unusable(path, error) from error
 
@@ -239,7 +246,7 @@ def is_run(path: Path) -> bool:
     run = RunFolder(path)
     files = (run.config, run.vocab, run.source_vocab, run.metrics, run.summary, run.samples)
     ours = {p.name for p in files} | {"checkpoints"}
-    left_overs = {p.with_suffix(".part").name for p in files}
+    left_overs = {p.with_suffix(".part").name for p in files} | {_OLD}
     return run.config.is_file() and {p.name for p in path.iterdir()} <= ours | left_overs
 
 
@@ -292,7 +299,7 @@ def survey(run: RunFolder, *, verify: bool) -> list[Survey]:
                 words.append("verified")
             good = True
         except TransformerJaxError as error:
-            words, good = [str(error)], False
+            words, good = [str(error).removeprefix(f"checkpoint {step} in {checkpoints.folder} is ")], False
         found.append(Survey(step, checkpoints.size(step), metrics, good, ", ".join(words)))
     return found
 
