@@ -87,7 +87,8 @@ def beginnings(work: Path) -> Iterator[Trial]:
 
 def moments(work: Path) -> Iterator[Trial]:
     """Kills at 50 random moments of a process's life, its start included."""
-    lab, draw = trials.make_lab(work), random.Random(0)
+    # Long enough for half of its life to be training, which is half saving.
+    lab, draw = trials.make_lab(work, steps=600, save_every=50, eval_every=50), random.Random(0)
     for number in range(50):
         yield trials.killed_at_random(lab, work / f"run-{number}", draw.uniform(0, lab.life))
 
@@ -120,6 +121,7 @@ LONG = {"steps": 1_500, "save_every": 500, "eval_every": 250}
 def damage(work: Path) -> Iterator[Trial]:
     """Each file of the newest checkpoint cut, with a bit flipped, deleted and emptied."""
     lab = trials.make_lab(work)
+    sys.unraisablehook = lambda _: None  # of coroutines that Orbax leaves behind where a file is damaged
     for kind, file, run in trials.damaged(work / "reference", work):
         yield trials.survived_damage(lab, kind, file, run)
 
@@ -140,14 +142,28 @@ def disks(work: Path) -> Iterator[Trial]:
     yield trials.under_a_file(lab, work / "file")
 
 
+def caches(work: Path) -> Iterator[Trial]:
+    """5 kills while programs are compiled into an empty cache, which the resumed run then finds half filled."""
+    lab, draw = trials.make_lab(work), random.Random(3)
+    for number in range(5):
+        shutil.rmtree(work / "cache")
+        yield trials.killed_at_random(lab, work / f"run-{number}", lab.life * draw.uniform(0.5, 2))
+
+
 def fuzz(work: Path) -> Iterator[Trial]:
-    """What `tests/faults.py` has for a whole campaign: a function `campaign` that yields what was done and survived."""
+    """Damage drawn from seeds to all that the program reads, where `tests/faults.py` is there to draw it."""
     try:
-        campaign = importlib.import_module("tests.faults").campaign
-    except (ImportError, AttributeError):
+        faults = importlib.import_module("tests.faults")
+    except ImportError:
         return
-    for what, wrong in campaign(work):
-        yield Trial(what, wrong=wrong)
+    for kind in faults.KINDS:
+        for seed in range(FUZZED):
+            case = faults.fuzz(kind, seed, work / kind)
+            yield Trial(f"{kind} {seed}: {case.damage}", case.answer, wrong=case.fault)
+
+
+FUZZED = 100
+"""Cases of each kind."""
 
 
 def soak(work: Path) -> dict[str, Any]:
@@ -255,6 +271,7 @@ SECTIONS: dict[str, Section] = {
     "saves": saves,
     "beginnings": beginnings,
     "moments": moments,
+    "caches": caches,
     "rows": rows_of_kills,
     "signals": signals,
     "damage": damage,
@@ -288,13 +305,14 @@ KILLS = {
     "saves": "in a save, from its beginning to the end of pruning",
     "beginnings": "while a run's folder is made or replaced",
     "moments": "at a random moment, start-up included",
+    "caches": "while programs are compiled into an empty cache",
     "rows": "three times in one run",
 }
 OTHERS = {
     "signals": "SIGTERM or SIGINT, 20 at a random step, 2 twice while a save hangs",
     "damage": "a file of the newest checkpoint cut, flipped, deleted or emptied",
     "disks": "a full, read-only or lost disk",
-    "fuzz": "damaged files and configs drawn at random",
+    "fuzz": "configs, files and runs damaged at random",
 }
 
 
@@ -363,12 +381,13 @@ def _figures(result: dict[str, Any] | None) -> str:
 
 TEXT = """# Can a run be lost?
 
-Each trial is a process of its own that trains a small model (2 layers, with dropout and accumulation, a save each 10 of
-30 steps; each 500 of 1,500 for signals and disks), and to which something happens. It survived if `--resume` then ends
-as the run that was left alone: the same checkpoints with the same digest of each array, the same log but for the speed,
-the same losses and the same sample; if `checkpoints --verify` finds nothing; and if no more steps were lost than
-`save_every`, or twice as many where a save was under way: what is not yet written does not count, and the next save
-waits for it. A run that had not begun to exist says so in one line, and is started again.
+Each trial is a process of its own that trains a small model (2 layers, with dropout and accumulation), and to which
+something happens. Runs have 30 steps with a save each 10; 600 and each 50 for random moments, 1,500 and each 500 for
+signals and disks. A run survived if `--resume` then ends as the run that was left alone: the same checkpoints with
+the same digest of each array, the same log but for the speed, the same losses and the same sample; if `checkpoints
+--verify` finds nothing; and if no more steps were lost than `save_every`, or twice as many where a save was under
+way: what is not yet written does not count, and the next save waits for it. A run that had not begun to exist says so
+in one line, and is started again.
 
 Written by `python benchmarks/reliability.py` on {dates}, {cores} cores of an {machine} CPU, Python {python}, jax {jax},
 orbax-checkpoint {orbax}, in {hours:.1f} hours. The machine had other work: times are longer than they need be.
