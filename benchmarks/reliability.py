@@ -88,7 +88,7 @@ def beginnings(work: Path) -> Iterator[Trial]:
 def moments(work: Path) -> Iterator[Trial]:
     """Kills at 50 random moments of a process's life, its start included."""
     # Long enough for half of its life to be training, which is half saving.
-    lab, draw = trials.make_lab(work, steps=600, save_every=50, eval_every=50), random.Random(0)
+    lab, draw = trials.make_lab(work, steps=240, save_every=40, eval_every=40), random.Random(0)
     for number in range(50):
         yield trials.killed_at_random(lab, work / f"run-{number}", draw.uniform(0, lab.life))
 
@@ -283,22 +283,24 @@ SECTIONS: dict[str, Section] = {
 
 
 def run(name: str) -> None:
-    """Runs one section, and keeps its results."""
+    """Runs one section, and keeps its results, also of one that is cut off."""
+    began, kept = time.monotonic(), []
+
+    def keep(found: Any) -> None:
+        values = {"date": str(datetime.date.today()), "seconds": time.monotonic() - began, "found": found}
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        began = time.monotonic()
-        found = SECTIONS[name](work)
-        if not isinstance(found, dict):
-            kept = []
-            for trial in found:
-                kept.append(dataclasses.asdict(trial))
-                print(f"{name} {len(kept)}: {trial}", flush=True)
-            found = kept
-        else:
+        found = SECTIONS[name](Path(folder))
+        if isinstance(found, dict):
             print(f"{name}: {found}", flush=True)
-    values = {"date": str(datetime.date.today()), "seconds": time.monotonic() - began, "found": found}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+            keep(found)
+            return
+        for trial in found:
+            kept.append(dataclasses.asdict(trial))
+            print(f"{name} {len(kept)}: {trial}", flush=True)
+            keep(kept)
 
 
 KILLS = {
@@ -382,7 +384,7 @@ def _figures(result: dict[str, Any] | None) -> str:
 TEXT = """# Can a run be lost?
 
 Each trial is a process of its own that trains a small model (2 layers, with dropout and accumulation), and to which
-something happens. Runs have 30 steps with a save each 10; 600 and each 50 for random moments, 1,500 and each 500 for
+something happens. Runs have 30 steps with a save each 10; 240 and each 40 for random moments, 1,500 and each 500 for
 signals and disks. A run survived if `--resume` then ends as the run that was left alone: the same checkpoints with
 the same digest of each array, the same log but for the speed, the same losses and the same sample; if `checkpoints
 --verify` finds nothing; and if no more steps were lost than `save_every`, or twice as many where a save was under
