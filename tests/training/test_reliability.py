@@ -51,7 +51,7 @@ def test_a_kill_while_a_run_is_replaced(lab, tmp_path):
 def test_a_disk_that_fails(lab, tmp_path):
     trial = trials.full_quota(lab, tmp_path / "quota")
     assert not trial.wrong, trial
-    assert "File too large" in trial.said
+    assert "metrics.jsonl cannot be written: File too large; make room" in trial.said
     (tmp_path / "file").write_text("in the way")
     said, status = trials.end(lab.child(tmp_path / "file" / "run"))
     assert trials.refused(said, status) == ""
