@@ -314,6 +314,8 @@ def signalled(lab: Lab, out: Path, signum: int, step: int) -> Trial:
     name = signal.Signals(signum).name
     newest, disk = max(RunFolder(out).checkpoints.steps(), default=None), on_disk(out)
     trial = resumed(lab, out, f"{name} at step {newest}", disk)
+    if trial.wrong == "checkpoints" and newest in RunFolder(out).checkpoints.steps():
+        trial = dataclasses.replace(trial, wrong="")  # the one that the signal asked for is one of those kept
     wrong = []
     if status != 128 + signum:
         wrong.append(f"exit status {status}: {said[-200:]}")
