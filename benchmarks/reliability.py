@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -350,7 +351,7 @@ def write_page(results: dict[str, dict[str, Any]]) -> None:
         orbax=metadata.version("orbax-checkpoint"),
         hours=sum(result["seconds"] for result in results.values()) / 3600,
         trials=_table(["what was done", "times", "survived", "steps lost, most", "s to resume, median and most"], rows),
-        failed="".join(f"\nNot survived: {trial.what}: {trial.wrong}\n" for trial in failed),
+        failed="".join(f"\nNot survived: {trial.what}: differs in {trial.wrong}\n" for trial in failed),
         disk=_table(["what the process left", "times"], [[k, str(n)] for k, n in disk.most_common()]),
         errors=_table(["what was done", "what the run said"], [[t.what, _short(t.said)] for t in errors]),
         read=", ".join(f"{state or 'not read'} {count} times" for state, count in read.most_common()),
@@ -361,9 +362,9 @@ def write_page(results: dict[str, dict[str, Any]]) -> None:
 
 
 def _short(line: str) -> str:
-    """A line without the paths of this machine."""
-    words = [Path(word).name if word.startswith("/") else word for word in line.split()]
-    return " ".join(words).replace("|", "\\|")
+    """A line without the paths of this machine, and its middle where it is long."""
+    line = re.sub(r"/[\w./-]*/", "", line).replace("|", "")
+    return line if len(line) < 240 else f"{line[:140]} ... {line[-80:]}"
 
 
 def _table(headers: list[str], rows: list[list[str]]) -> str:
