@@ -193,6 +193,15 @@ def test_prune_keeps_the_newest_and_the_best(state, tmp_path):
     assert checkpoints.best() == 1
 
 
+def test_what_a_killed_process_left_to_prune_is_pruned(state, tmp_path):
+    """Also where nothing more is saved."""
+    checkpoints = saved(tmp_path, state, 1, 2, 3)
+    (tmp_path / "0.deleting").mkdir()
+    with Saver(checkpoints, TrainConfig(keep=2)):
+        assert checkpoints.steps() == [2, 3]
+        assert checkpoints.others() == {}
+
+
 def test_discard_after_loses_nothing(state, tmp_path):
     checkpoints = saved(tmp_path, state, 5, 9)
     assert checkpoints.discard_after(5) == [9]

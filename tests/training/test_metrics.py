@@ -1,8 +1,10 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
+from transformer_jax.errors import TransformerJaxError
 from transformer_jax.training import metrics
 from transformer_jax.training.metrics import Clock, MetricLog, Terminal, read_metrics
 
@@ -75,3 +77,11 @@ def test_clock(monkeypatch):
         assert clock.read() == 7.0
     now[0] = 51.0
     assert clock.read() == 8.0
+
+
+def test_a_log_that_cannot_grow_is_named(tmp_path):
+    log = MetricLog(tmp_path / "metrics.jsonl", after=0)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TransformerJaxError, match=r"metrics.jsonl cannot be written: Is a directory; make room"):
+        log.write({"step": 1})

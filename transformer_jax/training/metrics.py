@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from transformer_jax.errors import TransformerJaxError
+
 _QUIET_SECONDS = 5.0
 """Plain lines come no closer than this, so that a log stays readable."""
 
@@ -30,9 +32,19 @@ class MetricLog:
         self._path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds one record; it is in the file when this returns."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Adds one record; it is in the file when this returns.
+
+        Raises:
+          TransformerJaxError: If it cannot be written. Where a disk is full, Python's own error names no file.
+        """
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise TransformerJaxError(
+                f"{self._path} cannot be written: {why}; make room, or the folder writable, and go on with --resume"
+            ) from error
 
 
 def write_whole(path: Path, text: str) -> None:

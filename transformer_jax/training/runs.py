@@ -23,6 +23,9 @@ from transformer_jax.training.metrics import write_whole
 from transformer_jax.training.sharding import Placement, find_devices
 from transformer_jax.training.step import TrainState, init_state
 
+_OLD = "checkpoints.part"
+"""Where the checkpoints of a run that is replaced are deleted."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
@@ -122,9 +125,13 @@ def create(
     check_new(path, overwrite=overwrite)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for inside in path.iterdir():  # the folder itself stays: this process has claimed it
-            shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
         run = RunFolder(path)
+        # A process that is killed here must leave no half of the old run: its checkpoints go at once, its config last.
+        if (path / "checkpoints").exists():
+            shutil.rmtree(path / _OLD, ignore_errors=True)
+            (path / "checkpoints").rename(path / _OLD)
+        for inside in sorted(path.iterdir(), key=lambda p: p == run.config):  # the folder itself stays: it is claimed
+            shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
         write_json(run.config, to_dict(config))  # first: from now on this is a run, whatever happens
         (path / "checkpoints").mkdir()
         write_json(run.vocab, vocab.to_dict())
@@ -239,7 +246,7 @@ def is_run(path: Path) -> bool:
     run = RunFolder(path)
     files = (run.config, run.vocab, run.source_vocab, run.metrics, run.summary, run.samples)
     ours = {p.name for p in files} | {"checkpoints"}
-    left_overs = {p.with_suffix(".part").name for p in files}
+    left_overs = {p.with_suffix(".part").name for p in files} | {_OLD}
     return run.config.is_file() and {p.name for p in path.iterdir()} <= ours | left_overs
 
 

@@ -90,9 +90,10 @@ class Saver:
         self._thread = None
         with hosts.agreed("a checkpoint"):
             self.check()
-        self._checkpoints.prune(self._settings.keep, self._settings.keep_best, self._settings.keep_every)
+        self._prune()
 
     def __enter__(self) -> "Saver":
+        self._prune()  # what a process that was killed left to do, also where there is nothing more to save
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -103,6 +104,9 @@ class Saver:
         self.wait()  # where something else failed, the save is completed
         with contextlib.suppress(Exception):
             self._orbax.close()
+
+    def _prune(self) -> None:
+        self._checkpoints.prune(self._settings.keep, self._settings.keep_best, self._settings.keep_every)
 
     def _complete(self, metadata: Metadata, like: Any) -> None:
         """In the thread: waits for the save, and reads this process's share of it back."""
