@@ -130,6 +130,7 @@ def test_power_rises_without_gaps():
         assert (np.diff(table, axis=0) > -1e-9).all()
         assert (np.diff(table, axis=1) > -1e-9).all()
         assert np.allclose(table[0, 0], level, rtol=1e-3)
+    assert power(2, 1e30) == 1
     assert seeds_needed(1e4) == 2
     assert seeds_needed(1e-9) == MOST_SEEDS
 
@@ -174,7 +175,7 @@ def test_the_correction_is_for_all_variants():
     (alone,) = compare(runs, "base")
     assert 0.0125 < alone.p < 0.05
     assert alone.verdict == "worse"
-    for other in (shifted(0), [None] * 5):
+    for other in (shifted(0), [None] * 5, [None, *shifted(0.5)[1:]]):
         first, second = compare([*runs, ("other", by_seed(other))], "base")
         assert (first.p, first.interval, first.compared) == (alone.p, alone.interval, 2)
         assert first.corrected_p == 2 * alone.p
@@ -186,6 +187,15 @@ def test_the_correction_is_for_all_variants():
     assert (first.corrected_p, first.verdict) == (alone.p, "worse")
     assert first.corrected_interval == first.interval
     assert second.corrected_interval == paired.interval(second.difference, second.deviation, 5, 0.025)
+
+
+def test_what_is_found_alone_and_not_together_has_intervals_with_zero():
+    runs = [("base", BASE), ("a", shifted(0.0021)), ("b", shifted(0.0020))]
+    a, b = compare([(name, by_seed(losses)) for name, losses in runs], "base", smallest=1.0)
+    assert 0.025 < a.p < b.p < 0.05 < a.corrected_p == b.corrected_p
+    assert a.verdict == b.verdict == "no difference shown"
+    assert a.corrected_interval == paired.interval(a.difference, a.deviation, 5, 0.025)
+    assert b.corrected_interval[0] < 0 < b.interval[0]
 
 
 def test_a_power_at_the_corrected_level():
@@ -212,6 +222,8 @@ def test_diverged_runs_are_counted(lost):
     assert (swapped.verdict, swapped.reason) == ("no verdict", "variant diverged at none and base at seed 3")
     elsewhere = one(runs, [BASE[0], None, *BASE[2:]])
     assert (elsewhere.verdict, elsewhere.pairs) == ("no verdict", 3)
+    (c,) = compare([("base", dict.fromkeys([17, 9, 1], 1.5)), ("variant", dict.fromkeys([17, 9, 1], lost))], "base")
+    assert c.reason == "variant diverged at seeds 1, 9, 17 and base at none"
 
 
 def test_what_diverges_on_both_sides_leaves_pairs():
@@ -329,6 +341,9 @@ def test_sentences():
         "base -> variant: no verdict: a quick study shows that it runs, and nothing about its variants, +0.0421 nats "
         "(95 % interval 0.0401 to 0.0441, 5 seeds)"
     )
+    nothing = one(shifted(-1e-7, (2e-6, -1e-6, 0, 1e-6, -2e-6)))
+    assert nothing.difference < 0
+    assert sentence(nothing).endswith("shown, +0.0000 nats (95 % interval 0.0000 to 0.0000, p = 0.8944, 5 seeds)")
 
 
 # Simulated studies.
@@ -376,7 +391,8 @@ def test_what_80_percent_power_says_is_found_with_80_percent():
 
 GRID = st.integers(-200, 200).map(lambda k: 2 + k / 1024)  # sums and differences of these are exact
 LOSS = GRID | st.sampled_from([None, math.nan, math.inf])
-RUNS = st.dictionaries(st.integers(0, 6), LOSS, max_size=7)
+SEEDS = st.sampled_from([0, 1, 8, 9, 16, 17, 64])  # a set of these has no order of its own
+RUNS = st.dictionaries(SEEDS, LOSS, max_size=7)
 WHOLE = st.lists(GRID, min_size=5, max_size=5).map(by_seed)
 STUDY = st.lists(RUNS | WHOLE, min_size=1, max_size=5).map(
     lambda all_runs: [(f"v{i}", runs) for i, runs in enumerate(all_runs)]
