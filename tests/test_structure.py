@@ -43,11 +43,13 @@ ROOMS = [
     ["training.resuming", "training.stopping"],
     ["training.loop"],
     ["planning"],
+    ["study"],
     ["config_files"],
     ["commands"],
     ["cli"],
 ]
 INSIDE = {
+    "study": ["paired", "statistics"],
     "planning": ["chips", "hlo", "plan", "child", "search", "show"],
     "commands": ["terminal", "overrides", "train", "sample", "evaluate", "inspect", "checkpoints", "plan"],
     "inspection": ["diagram", "figures", "terminal", "svg", "command"],
@@ -136,6 +138,7 @@ def test_the_library_loads_jax_and_flax_only():
 def test_the_package_loads_nothing_until_asked():
     assert not loaded_by("import transformer_jax") & {"jax", "flax"}
     assert "jax" not in loaded_by("import transformer_jax; transformer_jax.Config()")
+    assert not loaded_by("import transformer_jax.study.statistics") & {"jax", "flax"}
 
 
 def test_exports():
