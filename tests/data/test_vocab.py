@@ -63,7 +63,9 @@ WHOLE = ANY.filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text)
 """What can come from a file."""
 
 
-@given(WHOLE | st.lists(WHOLE.filter(lambda word: word.split() == [word]), min_size=1), st.sampled_from(["", "gap", "end"]))
+@given(
+    WHOLE | st.lists(WHOLE.filter(lambda word: word.split() == [word]), min_size=1), st.sampled_from(["", "gap", "end"])
+)
 def test_round_trip_through_a_file(tmp_path_factory, symbols, special):
     vocab = vocab_of(symbols, special)
     if vocab is not None:
