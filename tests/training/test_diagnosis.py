@@ -59,6 +59,7 @@ def test_a_norm_can_overflow_alone(tiny_config):
     assert first_nonfinite(config, params, batch, 0) == "the sum of squares of gradients that are finite"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["decoder", "encoder", "encoder_decoder", "gru"])
 def test_every_family(families, architecture):
     config, params, batch = case(families[architecture])

@@ -252,6 +252,7 @@ def with_lost(monkeypatch, *steps, size=8):
     monkeypatch.setattr(Windows, "batch", batch)
 
 
+@pytest.mark.slow
 def test_lost_updates_are_skipped_up_to_a_limit(trained, tiny_config, tmp_path, monkeypatch, capsys):
     """They are counted, shown and in the log; the rates of the others are those of a straight run."""
     with_lost(monkeypatch, 5, 6, 12, 18, 19, 20)
@@ -284,6 +285,7 @@ def test_where_numbers_were_lost_is_said(tiny_config, tmp_path, monkeypatch):
         loop.train(tiny_config, tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_what_changes_on_resuming_is_said(tiny_config, tmp_path, capsys):
     loop.train(with_train(tiny_config, steps=4), tmp_path / "a")
     folder = tmp_path / "a" / "checkpoints"
@@ -305,6 +307,7 @@ def test_a_run_that_never_saved_begins_anew(tiny_config, tmp_path, trained, caps
     assert_same_run(tmp_path / "a", trained, tiny_config)
 
 
+@pytest.mark.slow
 def test_one_trainer_at_a_time(tiny_config, tmp_path):
     loop.train(with_train(tiny_config, steps=2), tmp_path / "a")
     with runs.claimed(tmp_path / "a", make=False):

@@ -191,6 +191,7 @@ def test_config_is_hashable_and_frozen():
         config.model.d_model = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_update_that_is_not_finite_leaves_the_state(optimizer):
     """But for its step and its place in the schedule: rates stay those of their steps."""
